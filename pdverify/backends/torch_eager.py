@@ -1,0 +1,601 @@
+"""Trust-region masks in eager torch, on any device: ``torch-eager``.
+
+Must agree with `pdverify.definitions`; importable by a trainer that has torch alone::
+
+    from pdverify.backends.torch_eager import predictive_mask
+
+Inputs are as a trainer has them (bf16, fp16 or fp32 logits `[B, L, V]`, behavior top-K
+`[B, L, K]`); arithmetic is in `compute_dtype` (float32, or float64).  Every formula is in its
+stable form (`docs/formulas.md`): log-ratios come from differences of logits, `pi - mu` from
+`expm1` of the log-ratio, `1 - pi_k` from the sum of the others, tail masses from the tail's own
+logits or from `expm1`, and coefficients from the complement form
+
+    C = h_k (eps^2 + q) - sum_{j != k} h_j (pi_j + pi_k eps - q),    h_j = pi_j dD/dpi_j,
+    eps = sum_{j != k} pi_j,   q = sum_{j != k} pi_j^2,
+
+with the tail as one more cell whose own collision mass is `pi_T w`.  Masks, divergences and
+coefficients carry no gradient.  Shapes may have any leading dimensions in place of `[B, L]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pdverify.rules import Partition, Rule, Support, Tail
+
+Aggregation: TypeAlias = Literal["none", "token-mean", "sequence-mean", "fixed-length"]
+CellFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Both policies on the cells of a partition: k, the others, and one tail cell.
+
+    `mu`, `pi`, `gap` are `[..., M]`, unused slots (and k's) filled with 0; `gap` is
+    `log pi - log mu`.  The rest are `[...]`; without a tail, its masses and gap are 0.
+    `tail_mean` is `w = sum_tail pi^2 / pi_T`, `tail_square` is `sum_tail pi^3 / pi_T`, both as the
+    tail estimator has them.
+    """
+
+    mu: Tensor
+    pi: Tensor
+    gap: Tensor
+    mu_k: Tensor
+    pi_k: Tensor
+    gap_k: Tensor
+    mu_tail: Tensor
+    pi_tail: Tensor
+    gap_tail: Tensor
+    tail_mean: Tensor
+    tail_square: Tensor
+
+    @property
+    def rest(self) -> Tensor:
+        """`1 - pi_k`, from the masses of the other cells."""
+        return self.pi.sum(-1) + self.pi_tail
+
+    @property
+    def rest_collision(self) -> Tensor:
+        """`sum_{j != k} pi_j^2` over the vocabulary, as the tail estimator has it."""
+        return (self.pi * self.pi).sum(-1) + self.pi_tail * self.tail_mean
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Training policy in log space: `log pi = shifted - log_norm`."""
+
+    shifted: Tensor
+    log_norm: Tensor
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return self.shifted.gather(-1, ids) - self.log_norm[..., None]
+
+
+def _policy(logits: Tensor, compute_dtype: torch.dtype) -> _Policy:
+    z = logits.to(compute_dtype)
+    shifted = z - z.amax(-1, keepdim=True)
+    # log_softmax on CPU loses digits on peaked rows with a heavy bulk; the log of this sum does not
+    return _Policy(shifted, shifted.exp().sum(-1).log())
+
+
+def _gap(log_pi: Tensor, log_mu: Tensor) -> Tensor:
+    """`log pi - log mu`, 0 where both probabilities are zero."""
+    both_zero = torch.isneginf(log_pi) & torch.isneginf(log_mu)
+    return torch.where(both_zero, 0.0, log_pi - log_mu)
+
+
+def _difference(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    """`pi - mu`, from the log-ratio: no cancellation, no overflow."""
+    return torch.where(gap > 0, -pi * torch.expm1(-gap), mu * torch.expm1(gap))
+
+
+def _times(mass: Tensor, factor: Tensor) -> Tensor:
+    """`mass * factor` with `0 * inf = 0`."""
+    return torch.where(mass > 0, mass * factor, 0.0)
+
+
+def _log_cosh_half(gap: Tensor) -> tuple[Tensor, Tensor]:
+    """(gap, log cosh(gap / 2)) with the gap clamped to where either mass is still visible."""
+    gap = gap.clamp(-80.0, 80.0)
+    return gap, torch.log1p(2 * torch.sinh(gap / 4) ** 2)
+
+
+def _jensen_shannon_cell(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    gap, log_cosh = _log_cosh_half(gap)
+    return 0.5 * ((pi - mu) * gap / 2 - (pi + mu) * log_cosh)
+
+
+def _jensen_shannon_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    gap, log_cosh = _log_cosh_half(gap)
+    return 0.5 * pi * (gap / 2 - log_cosh)
+
+
+def _hellinger_cell(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    larger = torch.where(gap > 0, pi, mu)
+    return 0.5 * larger * torch.expm1(-gap.abs() / 2) ** 2
+
+
+def _hellinger_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    up = -pi * torch.expm1(-gap / 2)
+    down = pi.sqrt() * mu.sqrt() * torch.expm1(gap / 2)
+    return 0.5 * torch.where(gap > 0, up, down)
+
+
+def _chi2_cell(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    change = torch.where(gap > 0, torch.expm1(-gap), 1.0)
+    up = pi * change * change
+    down = _difference(mu, pi, gap) * -torch.expm1(-gap)
+    return torch.where(gap > 0, up, torch.where(mu > 0, down.abs(), 0.0))
+
+
+def _chi2_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    return _difference(mu, pi, gap) * (1 + torch.exp(-gap))
+
+
+def _reverse_chi2_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
+    return 2 * _difference(mu, pi, gap) * torch.exp(gap)
+
+
+# name -> (one cell's share of D, h = pi * dD/dpi of that cell), from (mu, pi, log pi - log mu)
+_STABLE: dict[str, tuple[CellFunction, CellFunction]] = {
+    "kl": (lambda mu, pi, gap: _difference(mu, pi, gap) - _times(mu, gap), _difference),
+    "reverse-kl": (
+        lambda mu, pi, gap: _times(pi, gap) - _difference(mu, pi, gap),
+        lambda mu, pi, gap: _times(pi, gap),
+    ),
+    "tv": (
+        lambda mu, pi, gap: 0.5 * _difference(mu, pi, gap).abs(),
+        lambda mu, pi, gap: 0.5 * pi * gap.sign(),
+    ),
+    "jensen-shannon": (_jensen_shannon_cell, _jensen_shannon_moment),
+    "squared-hellinger": (_hellinger_cell, _hellinger_moment),
+    "chi2": (_chi2_cell, _chi2_moment),
+    "reverse-chi2": (lambda mu, pi, gap: _chi2_cell(pi, mu, -gap), _reverse_chi2_moment),
+}
+
+
+def _functions(name: str) -> tuple[CellFunction, CellFunction]:
+    """The stable cell functions of a divergence, or its generic ones where it has none."""
+    if name in _STABLE:
+        return _STABLE[name]
+    from pdverify.definitions.divergences import DIVERGENCES
+
+    formula = DIVERGENCES[name]
+    return (
+        lambda mu, pi, _: formula.cell(mu, pi, xp=torch),
+        lambda mu, pi, _: formula.moment(mu, pi, xp=torch),
+    )
+
+
+def _full_cells(pi: _Policy, tokens: Tensor, mu: _Policy) -> _Cells:
+    log_pi = pi.shifted - pi.log_norm[..., None]
+    log_mu = mu.shifted - mu.log_norm[..., None]
+    # differences of logits first: exact where the two policies are close
+    gap = (pi.shifted - mu.shifted) - (pi.log_norm - mu.log_norm)[..., None]
+    gap = torch.where(torch.isneginf(log_pi) & torch.isneginf(log_mu), 0.0, gap)
+    k = tokens[..., None]
+
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.scatter(-1, k, 0.0), x.gather(-1, k)[..., 0]
+
+    mu_others, mu_k = split(log_mu.exp())
+    pi_others, pi_k = split(log_pi.exp())
+    gap_others, gap_k = split(gap)
+    none = torch.zeros_like(pi_k)
+    return _Cells(
+        mu_others, pi_others, gap_others, mu_k, pi_k, gap_k, none, none, none, none, none
+    )
+
+
+def _tail_behavior_mass(log_mu: Tensor) -> Tensor:
+    """`1 - sum exp(log_mu)`, the largest mass through expm1; a mass below 0 is 0."""
+    top, where = log_mu.max(-1, keepdim=True)
+    others = log_mu.exp().scatter(-1, where, 0.0).sum(-1)
+    return (-torch.expm1(top[..., 0]) - others).clamp_min(0.0)
+
+
+def _coarse_cells(
+    pi: _Policy, tokens: Tensor, log_mu_k: Tensor, ids: Tensor, log_mu: Tensor, tail: Tail | None
+) -> _Cells:
+    """Cells {k}, the other retained tokens, and the tail; `ids`, `log_mu` are `[..., K]`."""
+    retained = (ids != tokens[..., None]) & ~torch.isneginf(log_mu)
+    log_mu = torch.where(retained, log_mu, float("-inf"))
+    k = tokens[..., None]
+    log_pi_k = pi.log_prob(k)[..., 0]
+    log_pi = torch.where(retained, pi.log_prob(ids), float("-inf"))
+
+    rest = pi.shifted.scatter(-1, k, float("-inf"))
+    # amin: an unretained slot may repeat the id of k, which must stay excluded
+    hidden = torch.where(retained, float("-inf"), rest.gather(-1, ids))
+    rest = rest.scatter_reduce(-1, ids, hidden, "amin")
+    top = rest.amax(-1)
+    safe_top = torch.where(torch.isneginf(top), 0.0, top)
+    weight = (rest - safe_top[..., None]).exp()
+    total = weight.sum(-1)
+    log_pi_tail = safe_top + total.log() - pi.log_norm
+    pi_tail = log_pi_tail.exp()
+    if tail == "aggregated":
+        tail_mean, tail_square = pi_tail, pi_tail * pi_tail
+    elif tail == "uniform":
+        cells = pi.shifted.shape[-1] - 1 - retained.sum(-1)
+        tail_mean = pi_tail / cells.clamp_min(1)
+        tail_square = tail_mean * tail_mean
+    else:
+        scale = (safe_top - pi.log_norm).exp()
+        empty = total == 0
+        safe_total = torch.where(empty, 1.0, total)
+        tail_mean = (weight * weight).sum(-1) / safe_total * scale
+        tail_square = (weight * weight * weight).sum(-1) / safe_total * scale * scale
+
+    mu_tail = _tail_behavior_mass(torch.cat([log_mu, log_mu_k[..., None]], -1))
+    return _Cells(
+        log_mu.exp(),
+        log_pi.exp(),
+        torch.where(retained, log_pi - log_mu, 0.0),
+        log_mu_k.exp(),
+        log_pi_k.exp(),
+        log_pi_k - log_mu_k,
+        mu_tail,
+        pi_tail,
+        _gap(log_pi_tail, mu_tail.log()),
+        tail_mean,
+        tail_square,
+    )
+
+
+def _cells(
+    logits: Tensor,
+    tokens: Tensor,
+    partition: Partition,
+    tail: Tail | None,
+    behavior_logits: Tensor | None,
+    behavior_logprobs: Tensor | None,
+    topk_ids: Tensor | None,
+    topk_logprobs: Tensor | None,
+    compute_dtype: torch.dtype,
+) -> _Cells:
+    if logits.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"logits.shape = {tuple(logits.shape)}: expected {(*tokens.shape, 'V')}, from tokens"
+        )
+    pi = _policy(logits, compute_dtype)
+    if partition == "full":
+        if behavior_logits is None:
+            raise ValueError("behavior_logits = None: the full view needs it")
+        if behavior_logits.shape != logits.shape:
+            raise ValueError(
+                f"behavior_logits.shape = {tuple(behavior_logits.shape)}: "
+                f"expected {tuple(logits.shape)}, from logits"
+            )
+        return _full_cells(pi, tokens, _policy(behavior_logits, compute_dtype))
+    if behavior_logprobs is None:
+        raise ValueError(f"behavior_logprobs = None: the {partition} view needs it")
+    log_mu_k = behavior_logprobs.to(compute_dtype)
+    if partition == "binary":
+        ids = tokens[..., None]
+        return _coarse_cells(pi, tokens, log_mu_k, ids, log_mu_k[..., None], tail)
+    if topk_ids is None or topk_logprobs is None:
+        raise ValueError("topk_ids, topk_logprobs = None: the topk view needs both")
+    if topk_ids.shape != topk_logprobs.shape or topk_ids.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"topk_ids.shape = {tuple(topk_ids.shape)}, topk_logprobs.shape = "
+            f"{tuple(topk_logprobs.shape)}: expected {(*tokens.shape, 'K')} for both"
+        )
+    return _coarse_cells(pi, tokens, log_mu_k, topk_ids, topk_logprobs.to(compute_dtype), tail)
+
+
+def _divergence(cells: _Cells, name: str) -> Tensor:
+    cell, _ = _functions(name)
+    return (
+        cell(cells.mu, cells.pi, cells.gap).sum(-1)
+        + cell(cells.mu_k, cells.pi_k, cells.gap_k)
+        + cell(cells.mu_tail, cells.pi_tail, cells.gap_tail)
+    )
+
+
+def _coefficient(cells: _Cells, name: str) -> Tensor:
+    _, moment = _functions(name)
+    eps, q = cells.rest, cells.rest_collision
+    shift = cells.pi_k * eps - q
+    h = moment(cells.mu, cells.pi, cells.gap)
+    h_k = moment(cells.mu_k, cells.pi_k, cells.gap_k)
+    h_tail = moment(cells.mu_tail, cells.pi_tail, cells.gap_tail)
+    local = h_k * (eps * eps + q)
+    return local - (h * (cells.pi + shift[..., None])).sum(-1) - h_tail * (cells.tail_mean + shift)
+
+
+def _kl_curvature(cells: _Cells) -> Tensor:
+    """Second derivative of forward KL along the frozen direction `u_i = 1[i = k] - pi_i`.
+
+    `Var_pi(u) - mu_T Var_tail(u)`, with u shifted by `eps` so that k's value is exactly 0.
+    """
+    eps = cells.rest
+    shifted = cells.pi + eps[..., None]
+    w, w2 = cells.tail_mean, cells.tail_square
+    tail_first, tail_second = w + eps, w2 + 2 * eps * w + eps * eps
+    mean = (cells.pi * shifted).sum(-1) + cells.pi_tail * tail_first
+    square = (cells.pi * shifted * shifted).sum(-1) + cells.pi_tail * tail_second
+    return square - mean * mean - cells.mu_tail * (w2 - w * w)
+
+
+@torch.no_grad()
+def divergence(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    name: str,
+    partition: Partition = "topk",
+    behavior_logits: Tensor | None = None,
+    behavior_logprobs: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_logprobs: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Divergence `D(mu, pi)` of every token, `[B, L]` (nats; probability for total variation).
+
+    Args:
+        logits: `[B, L, V]` training-policy logits, any floating dtype; -inf is probability zero.
+        tokens: `[B, L]` int64, sampled ids.
+        name: a divergence of the registry (``kl`` is the forward one, `KL(mu || pi)`).
+        partition: cells it is taken on: ``full`` needs `behavior_logits` `[B, L, V]`, ``topk``
+            needs `topk_ids`, `topk_logprobs` `[B, L, K]` (distinct ids) and `behavior_logprobs`
+            `[B, L]`, ``binary`` needs `behavior_logprobs`.
+        compute_dtype: float32 or float64.
+
+    Raises:
+        ValueError: an input that the partition needs is missing or has another shape.
+
+    Source: arXiv 2607.10848; `docs/formulas.md`.
+    """
+    cells = _cells(
+        logits,
+        tokens,
+        partition,
+        "exact",
+        behavior_logits,
+        behavior_logprobs,
+        topk_ids,
+        topk_logprobs,
+        compute_dtype,
+    )
+    return _divergence(cells, name)
+
+
+@torch.no_grad()
+def coefficient(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    name: str,
+    partition: Partition = "topk",
+    tail: Tail | None = "exact",
+    behavior_logits: Tensor | None = None,
+    behavior_logprobs: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_logprobs: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Coefficient `C` of every token, `[B, L]`: a step moves the divergence by `eta A r C`.
+
+    `tail` chooses the tail's collision mass: ``aggregated`` (the tail is one token), ``uniform``
+    (the tail is flat) or ``exact`` (summed from `logits`).  Other arguments and errors as in
+    `divergence`.
+
+    Source: arXiv 2607.10848; the complement form of `docs/formulas.md`.
+    """
+    if tail == "bracket":
+        raise ValueError("tail = bracket: a bracket has two coefficients; ask for each end")
+    cells = _cells(
+        logits,
+        tokens,
+        partition,
+        tail,
+        behavior_logits,
+        behavior_logprobs,
+        topk_ids,
+        topk_logprobs,
+        compute_dtype,
+    )
+    return _coefficient(cells, name)
+
+
+@torch.no_grad()
+def keep_mask(
+    logits: Tensor,
+    tokens: Tensor,
+    advantages: Tensor,
+    *,
+    rule: Rule,
+    behavior_logits: Tensor | None = None,
+    behavior_logprobs: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_logprobs: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Keep mask of any rule, bool `[B, L]`; padding is False.
+
+    `advantages` is `[B, L]`; `response_mask` (bool `[B, L]`) marks the valid tokens.  A token
+    whose D or C is NaN is dropped: a comparison with NaN must not let it through.  Other
+    arguments and errors as in `divergence`.
+
+    Source: arXiv 2607.10848; `pdverify.rules` has the table of rules.
+    """
+    if advantages.shape != tokens.shape:
+        raise ValueError(
+            f"advantages.shape = {tuple(advantages.shape)}: expected {tuple(tokens.shape)}"
+        )
+    valid = torch.ones_like(tokens, dtype=torch.bool) if response_mask is None else response_mask
+    if rule.direction == "none":
+        return valid.clone()
+    partition: Partition = "binary" if rule.direction == "clip" else rule.partition
+    if partition != "full" and behavior_logprobs is None and behavior_logits is not None:
+        behavior = _policy(behavior_logits, compute_dtype)
+        behavior_logprobs = behavior.log_prob(tokens[..., None])[..., 0]
+    sign = advantages.sign().to(compute_dtype)
+
+    def cells(tail: Tail | None) -> _Cells:
+        return _cells(
+            logits,
+            tokens,
+            partition,
+            tail,
+            behavior_logits,
+            behavior_logprobs,
+            topk_ids,
+            topk_logprobs,
+            compute_dtype,
+        )
+
+    if rule.direction == "clip":
+        gap = cells("exact").gap_k
+        kept = torch.where(
+            sign > 0, gap <= math.log1p(rule.clip_high), gap >= _log_or_minus_inf(1 - rule.clip_low)
+        )
+        return valid & (kept | (sign == 0))
+    ends: tuple[Tail | None, ...] = (
+        ("aggregated", "uniform") if rule.tail == "bracket" else (rule.tail,)
+    )
+    kept = torch.zeros_like(valid)
+    for tail in ends:
+        kept |= _end_keeps(cells(tail), rule, sign, advantages.to(compute_dtype))
+    return valid & (kept | (sign == 0))
+
+
+def _log_or_minus_inf(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
+def _end_keeps(cells: _Cells, rule: Rule, sign: Tensor, advantages: Tensor) -> Tensor:
+    """Whether a rule keeps each token, with one tail estimator."""
+    assert rule.divergence is not None
+    delta = torch.where(sign > 0, rule.delta_high, rule.delta_low).to(sign.dtype)
+    distance = _divergence(cells, rule.divergence)
+    if rule.direction == "ratio":
+        return (distance <= delta) | (sign * cells.gap_k <= 0)
+    change = _coefficient(cells, rule.divergence)
+    if rule.direction == "second-order":
+        if rule.divergence != "kl":
+            raise ValueError(f"divergence = {rule.divergence}: the second order is known for kl")
+        step = rule.eta * advantages * cells.gap_k.exp()
+        distance = distance + step * change + step * step * _kl_curvature(cells) / 2
+    return (distance <= delta) | (sign * change <= 0)
+
+
+def predictive_mask(
+    logits: Tensor,
+    tokens: Tensor,
+    advantages: Tensor,
+    *,
+    behavior_logits: Tensor | None = None,
+    behavior_logprobs: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_logprobs: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    divergence: str = "kl",
+    tail: Tail = "exact",
+    delta: float = 0.15,
+    delta_low: float | None = None,
+    delta_high: float | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Predictive divergence mask: bool `[B, L]`, True where the token's gradient is kept.
+
+    Drops a token when `D > delta` and `A C > 0`: it is outside the trust region, and the next
+    policy-gradient step would increase the same divergence.  With `topk_ids` the divergence is
+    taken on the retained support (top-K and sampled token) plus a tail cell; otherwise on the
+    full vocabulary, from `behavior_logits`.  `delta_low` (for `A < 0`) and `delta_high` (for
+    `A > 0`) default to `delta` (the paper trains with K = 20 and 0.15 nats).
+
+    Other arguments, shapes and errors as in `divergence` and `keep_mask`.
+
+    Source: arXiv 2607.10848.
+    """
+    partition: Partition = "full" if topk_ids is None else "topk"
+    rule = Rule(
+        mask=f"predictive-{divergence}",
+        direction="predictive",
+        divergence=divergence,
+        partition=partition,
+        tail=None if partition == "full" else tail,
+        delta_low=delta if delta_low is None else delta_low,
+        delta_high=delta if delta_high is None else delta_high,
+    )
+    return keep_mask(
+        logits,
+        tokens,
+        advantages,
+        rule=rule,
+        behavior_logits=behavior_logits,
+        behavior_logprobs=behavior_logprobs,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        response_mask=response_mask,
+        compute_dtype=compute_dtype,
+    )
+
+
+def policy_loss(
+    logits: Tensor,
+    tokens: Tensor,
+    advantages: Tensor,
+    behavior_logprobs: Tensor,
+    keep: Tensor,
+    *,
+    response_mask: Tensor | None = None,
+    ratio_cap: float = 20.0,
+    aggregation: Aggregation = "token-mean",
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Masked policy loss `-A sg(min(r, cap)) keep log pi_k`, per token or aggregated.
+
+    The mask and the importance ratio `r = pi_k / mu_k` carry no gradient.  Dropped and padded
+    places contribute exactly 0 to the value and to the gradient, whatever they hold.
+
+    Args:
+        logits: `[B, L, V]`, the only input that gets a gradient.
+        behavior_logprobs: `[B, L]` log-probs of the sampled tokens (nats).
+        keep: bool `[B, L]`, from a mask.
+        ratio_cap: upper bound of the importance ratio, > 0.
+        aggregation: ``none`` gives `[B, L]`; ``token-mean`` divides by the number of valid
+            tokens, ``sequence-mean`` averages over valid tokens, then over the sequences that
+            have any, ``fixed-length`` divides by `B * L`.
+
+    Raises:
+        ValueError: unknown aggregation, or `ratio_cap` not positive.
+    """
+    if not ratio_cap > 0:
+        raise ValueError(f"ratio_cap = {ratio_cap}: a cap on the importance ratio is positive")
+    valid = torch.ones_like(keep) if response_mask is None else response_mask
+    active = keep & valid & (advantages != 0)
+    # select before exp and log: a where behind them still has a NaN gradient
+    pi = _policy(logits.masked_fill(~active[..., None], 0.0), compute_dtype)
+    log_pi = pi.log_prob(tokens.masked_fill(~active, 0)[..., None])[..., 0]
+    gap = log_pi.detach() - behavior_logprobs.masked_fill(~active, 0.0).to(compute_dtype)
+    weight = gap.clamp_max(math.log(ratio_cap)).exp()
+    scale = advantages.masked_fill(~active, 0.0).to(compute_dtype) * weight
+    loss = torch.where(active, -scale * log_pi, 0.0)
+    return aggregate(loss, valid, aggregation)
+
+
+def aggregate(loss: Tensor, valid: Tensor, aggregation: Aggregation) -> Tensor:
+    """Aggregate a per-token loss `[B, L]` over the `valid` tokens; see `policy_loss`."""
+    if aggregation == "none":
+        return loss
+    lengths = valid.sum(-1)
+    if aggregation == "token-mean":
+        return loss.sum() / lengths.sum().clamp_min(1)
+    if aggregation == "sequence-mean":
+        per_sequence = loss.sum(-1) / lengths.clamp_min(1)
+        return per_sequence.sum() / (lengths > 0).sum().clamp_min(1)
+    if aggregation == "fixed-length":
+        return loss.sum() / valid.numel()
+    raise ValueError(
+        f"aggregation = {aggregation}: known: none, token-mean, sequence-mean, fixed-length"
+    )
