@@ -1,0 +1,52 @@
+"""The definitions as a backend: ``numpy``, float64 in their plain form.
+
+Same function names and arguments as the torch backends, NumPy arrays in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdverify.batch import Batch
+from pdverify.definitions import losses, masks
+from pdverify.definitions.cells import build
+from pdverify.rules import Partition, Rule, Support, Tail
+
+
+def _scatter(batch: Batch, values: NDArray[Any], fill: Any) -> NDArray[Any]:
+    out = np.full(batch.tokens.shape, fill, dtype=values.dtype)
+    b, position = batch.rows().index.T
+    out[b, position] = values
+    return out
+
+
+def divergence(
+    batch: Batch, *, name: str, partition: Partition = "topk", support: Support = "append"
+) -> NDArray[np.float64]:
+    """`pdverify.definitions.masks.divergence` of every token, `[B, L]`; NaN on padding."""
+    cells = build(batch.rows(), partition, support)
+    return _scatter(batch, masks.divergence(cells, name), np.nan)
+
+
+def coefficient(
+    batch: Batch,
+    *,
+    name: str,
+    partition: Partition = "topk",
+    tail: Tail | None = "exact",
+    support: Support = "append",
+) -> NDArray[np.float64]:
+    """`pdverify.definitions.masks.coefficient` of every token, `[B, L]`; NaN on padding."""
+    cells = build(batch.rows(), partition, support)
+    return _scatter(batch, masks.coefficient(cells, name, tail), np.nan)
+
+
+def keep_mask(batch: Batch, *, rule: Rule) -> NDArray[np.bool_]:
+    """`pdverify.definitions.masks.keep` of every token, bool `[B, L]`; False on padding."""
+    return _scatter(batch, masks.keep(batch.rows(), rule), False)
+
+
+policy_loss = losses.policy_loss
