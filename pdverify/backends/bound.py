@@ -1,0 +1,34 @@
+"""The `numpy` backend bound to a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from pdverify.backends import numpy_reference
+from pdverify.batch import Batch
+from pdverify.rules import Partition, Rule, Tail
+
+
+class BoundNumpy:
+    """See `pdverify.backends.Bound`."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def divergence(self, name: str, partition: Partition) -> NDArray[Any]:
+        return numpy_reference.divergence(self._batch, name=name, partition=partition)
+
+    def coefficient(self, name: str, partition: Partition, tail: Tail | None) -> NDArray[Any]:
+        return numpy_reference.coefficient(self._batch, name=name, partition=partition, tail=tail)
+
+    def keep(self, rule: Rule) -> NDArray[Any]:
+        return numpy_reference.keep_mask(self._batch, rule=rule)
+
+    def loss(
+        self, keep: NDArray[Any], ratio_cap: float, aggregation: str
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        return numpy_reference.policy_loss(
+            self._batch, keep, ratio_cap=ratio_cap, aggregation=aggregation
+        )
