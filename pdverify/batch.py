@@ -11,7 +11,7 @@ probability of zero (-inf, legal), and a placeholder (-9999, float-min; rejected
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -35,7 +35,7 @@ class InputError(ValueError):
         where = "" if place is None else "[" + ", ".join(str(i) for i in place) + "]"
         shown = f"{value:.9g}" if isinstance(value, float) else str(value)
         super().__init__(f"{argument}{where} = {shown}: {why}")
-        self.argument, self.place, self.value = argument, place, value
+        self.argument, self.place, self.value, self.why = argument, place, value, why
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +63,12 @@ class Rows:
 
     def take(self, rows: slice | IntArray | BoolArray) -> Rows:
         """The same columns on a selection of rows."""
-        return Rows(
-            **{
-                name: value[rows] if isinstance(value, np.ndarray) else value
-                for name, value in vars(self).items()
-            }
-        )
+        columns: dict[str, Any] = {
+            name: column[rows]
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray)
+        }
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +268,9 @@ def _check_logprobs(batch: Batch, name: str, stored: FloatArray, valid: BoolArra
 
 def _check_topk(batch: Batch) -> None:
     ids, stored, sampled = batch.topk_ids, batch.topk_logprobs, batch.behavior_logprobs
-    assert ids is not None and stored is not None and sampled is not None
+    assert ids is not None
+    assert stored is not None
+    assert sampled is not None
     valid = batch.response_mask[..., None] & np.ones(ids.shape, dtype=bool)
     _reject(
         "topk_ids",

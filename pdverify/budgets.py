@@ -34,7 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdverify.batch import FloatArray, Rows
-from pdverify.definitions.cells import Cells, build, log_softmax, sampled_logprob, tail_mean
+from pdverify.definitions.cells import (
+    Cells,
+    build,
+    log_softmax,
+    sampled_logprob,
+    tail_mean,
+    tail_square,
+)
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.rules import Partition, Support, Tail
 
@@ -47,7 +54,7 @@ SLACK = 1.01
 
 
 def chain(terms: int) -> float:
-    """Roundings on the longest path of a sum of `terms` numbers, the last two operations included."""
+    """Roundings on the longest path of a sum of `terms` numbers and of two operations after it."""
     return min(terms, CHAIN) + 2.0
 
 
@@ -88,31 +95,52 @@ class Budgets:
 
     def log_ratio(self) -> Float64:
         """Budget of `log pi_k - log mu_k`, `[T]` nats."""
-        return self._gap_k * SLACK
+        return np.asarray(self._gap_k * SLACK)
 
     def divergence(self, name: str, delta: float | Float64 = 0.0) -> Float64:
         """Budget of `D - delta`, `[T]`, the comparison included."""
-        return self._divergence(name) + self.unit * delta * SLACK
+        return self._divergence(name) + SLACK * (self.unit * delta + self._excess)
 
     def coefficient(self, name: str, tail: Tail | None = None) -> Float64:
         """Budget of `C`, `[T]`, with the tail's collision mass as `tail` estimates it."""
         with np.errstate(invalid="ignore", over="ignore"):
             bound = self._complement(name, tail) if self.form == "complement" else None
             bound = self._plain(name, tail) if bound is None else bound
-        return np.where(np.isnan(bound), np.inf, bound * SLACK)
+        bound = bound + 2 * self._excess
+        return np.asarray(np.where(np.isnan(bound), np.inf, bound * SLACK))
 
-    def curvature(self) -> Float64:
-        """Budget of the second derivative of forward KL along the step, `[T]`."""
+    @cached_property
+    def _excess(self) -> Float64:
+        """Retained behavior mass above 1, `[T]`, which storage rounding can leave.
+
+        Forms that agree for `sum mu = 1` then part by up to `excess` (centered and classical
+        cells of D) or `excess (pi_k + n2)` (C with the mean moment `-sum mu` taken as -1).
+        """
+        if self.cells.ids is None:
+            return np.zeros(len(self.rows))
+        return np.asarray(np.maximum(self.cells.mu.sum(-1) - 1, 0.0))
+
+    def curvature(self, tail: Tail | None = None) -> Float64:
+        """Budget of the second derivative of forward KL along the step, `[T]`.
+
+        Every term of `sum pi (pi + eps)^2 - (sum pi (pi + eps))^2 - mu_T Var_tail` is a product
+        of at most four masses, each off by at most the row's largest relative error.
+        """
         cells, u = self.cells, self.unit
         eps = self._rest
         worst = np.maximum(self._others.rho.max(axis=-1), np.maximum(self._rho_tail, self._rho_k))
+        worst = np.maximum(worst, self._tail_errors[1])
         pi = self._others.pi
-        w = tail_mean(cells, None)
+        w, w2 = tail_mean(cells, tail), tail_square(cells, tail)
         first = (pi * (pi + eps[:, None])).sum(-1) + cells.pi_tail * (w + eps)
-        second = (pi * (pi + eps[:, None]) ** 2).sum(-1) + cells.pi_tail * (w + eps) ** 2
-        tail = cells.mu_tail * w * w + self._tau * w * w
-        c = self._chain
-        return SLACK * (4 * worst + u * (3 * c + 8)) * (second + 2 * first * first + 2 * tail)
+        second = (pi * (pi + eps[:, None]) ** 2).sum(-1)
+        second = second + cells.pi_tail * (w2 + 2 * eps * w + eps * eps)
+        spread = (cells.mu_tail + self._tau) * (w2 + w * w)
+        relative = 5 * worst + u * (4 * self._chain + 8)
+        total = SLACK * (
+            relative * (second + 2 * first * first + spread) + self._tau * (w2 + w * w)
+        )
+        return np.asarray(total)
 
     @cached_property
     def _chain(self) -> float:
@@ -216,7 +244,8 @@ class Budgets:
             return np.zeros(len(self.rows))
         terms = chain(cells.mu.shape[-1])
         if self.form == "plain":
-            return SLACK * self.unit * (KAPPA + terms + 2) * (cells.mu.sum(-1) + 1)
+            plain = SLACK * self.unit * (KAPPA + terms + 2) * (cells.mu.sum(-1) + 1)
+            return np.asarray(plain)
         top = cells.mu.max(-1)
         others = cells.mu.sum(-1) - top
         return np.asarray(
@@ -257,9 +286,7 @@ class Budgets:
         """`h` and its error for the others `[T, M]`, k `[T]` and the tail `[T]`."""
         moment = DIVERGENCES[name].moment
         cells, others = self.cells, self._others
-        h, dh = self._moment_box(
-            moment, others.mu, others.pi, others.rho, others.sigma, others.gap
-        )
+        h, dh = self._moment_box(moment, others.mu, others.pi, others.rho, others.sigma, others.gap)
         h_k, dh_k = self._moment_box(
             moment, cells.mu_k, cells.pi_k, self._rho_k, self._sigma_k, self._gap_k
         )

@@ -52,7 +52,7 @@ FORMATS: Registry[Format] = Registry("number format")
 
 def _add(name: str, dtype: object) -> None:
     kind = np.dtype(dtype)  # type: ignore[call-overload]
-    info = ml_dtypes.finfo(kind)
+    info = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
     FORMATS.add(
         name, Format(name, info.nmant + 1, float(info.max), float(info.smallest_normal), kind)
     )

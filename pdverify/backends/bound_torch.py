@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -43,8 +44,11 @@ class BoundTorch:
             "topk_ids": tensor(batch.topk_ids),
             "topk_logprobs": tensor(batch.topk_logprobs),
         }
+        # entries that differ in the tail or the rule alone share these
+        self.divergence = cache(self._divergence)
+        self.coefficient = cache(self._coefficient)
 
-    def divergence(self, name: str, partition: Partition) -> NDArray[Any]:
+    def _divergence(self, name: str, partition: Partition) -> NDArray[Any]:
         return self._array(
             self._module.divergence(
                 self._logits,
@@ -56,7 +60,7 @@ class BoundTorch:
             )
         )
 
-    def coefficient(self, name: str, partition: Partition, tail: Tail | None) -> NDArray[Any]:
+    def _coefficient(self, name: str, partition: Partition, tail: Tail | None) -> NDArray[Any]:
         return self._array(
             self._module.coefficient(
                 self._logits,

@@ -1,6 +1,7 @@
 """The definitions as a backend: ``numpy``, float64 in their plain form.
 
-Same function names and arguments as the torch backends, NumPy arrays in and out.
+Same function names as the torch backends, for a `Batch`.  `cells` saves building the cells of the
+partition again where the caller holds them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from pdverify.batch import Batch
 from pdverify.definitions import losses, masks
-from pdverify.definitions.cells import build
+from pdverify.definitions.cells import Cells, build
 from pdverify.rules import Partition, Rule, Support, Tail
 
 
@@ -24,10 +25,15 @@ def _scatter(batch: Batch, values: NDArray[Any], fill: Any) -> NDArray[Any]:
 
 
 def divergence(
-    batch: Batch, *, name: str, partition: Partition = "topk", support: Support = "append"
+    batch: Batch,
+    *,
+    name: str,
+    partition: Partition = "topk",
+    support: Support = "append",
+    cells: Cells | None = None,
 ) -> NDArray[np.float64]:
     """`pdverify.definitions.masks.divergence` of every token, `[B, L]`; NaN on padding."""
-    cells = build(batch.rows(), partition, support)
+    cells = build(batch.rows(), partition, support) if cells is None else cells
     return _scatter(batch, masks.divergence(cells, name), np.nan)
 
 
@@ -38,15 +44,16 @@ def coefficient(
     partition: Partition = "topk",
     tail: Tail | None = "exact",
     support: Support = "append",
+    cells: Cells | None = None,
 ) -> NDArray[np.float64]:
     """`pdverify.definitions.masks.coefficient` of every token, `[B, L]`; NaN on padding."""
-    cells = build(batch.rows(), partition, support)
+    cells = build(batch.rows(), partition, support) if cells is None else cells
     return _scatter(batch, masks.coefficient(cells, name, tail), np.nan)
 
 
-def keep_mask(batch: Batch, *, rule: Rule) -> NDArray[np.bool_]:
+def keep_mask(batch: Batch, *, rule: Rule, cells: Cells | None = None) -> NDArray[np.bool_]:
     """`pdverify.definitions.masks.keep` of every token, bool `[B, L]`; False on padding."""
-    return _scatter(batch, masks.keep(batch.rows(), rule), False)
+    return _scatter(batch, masks.keep(batch.rows(), rule, cells), False)
 
 
 policy_loss = losses.policy_loss

@@ -27,7 +27,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pdverify.rules import Partition, Rule, Support, Tail
+from pdverify.rules import Partition, Rule, Tail
 
 Aggregation: TypeAlias = Literal["none", "token-mean", "sequence-mean", "fixed-length"]
 CellFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,7 +38,8 @@ class _Cells:
     """Both policies on the cells of a partition: k, the others, and one tail cell.
 
     `mu`, `pi`, `gap` are `[..., M]`, unused slots (and k's) filled with 0; `gap` is
-    `log pi - log mu`.  The rest are `[...]`; without a tail, its masses and gap are 0.
+    `log pi - log mu`.  The rest are `[...]`; without a tail, its masses and gap are 0.  `excess`
+    is `sum mu - sum pi`: stored log-probs may sum to a little more than 1.
     `tail_mean` is `w = sum_tail pi^2 / pi_T`, `tail_square` is `sum_tail pi^3 / pi_T`, both as the
     tail estimator has them.
     """
@@ -54,6 +55,7 @@ class _Cells:
     gap_tail: Tensor
     tail_mean: Tensor
     tail_square: Tensor
+    excess: Tensor
 
     @property
     def rest(self) -> Tensor:
@@ -127,19 +129,27 @@ def _hellinger_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
     return 0.5 * torch.where(gap > 0, up, down)
 
 
+def _scaled(mass: Tensor, exponent: Tensor) -> Tensor:
+    """`mass exp(exponent)`, 0 for mass 0; in two factors, so that it overflows only if it must."""
+    root = torch.exp(exponent / 2)
+    return torch.where(mass == 0, 0.0, mass * root * root)
+
+
 def _chi2_cell(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
     change = torch.where(gap > 0, torch.expm1(-gap), 1.0)
     up = pi * change * change
-    down = _difference(mu, pi, gap) * -torch.expm1(-gap)
+    root = torch.exp(-gap / 2)
+    down = _difference(mu, pi, gap) * torch.expm1(-gap / 2) * (1 + root)
     return torch.where(gap > 0, up, torch.where(mu > 0, down.abs(), 0.0))
 
 
 def _chi2_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
-    return _difference(mu, pi, gap) * (1 + torch.exp(-gap))
+    change = _difference(mu, pi, gap)
+    return change + _scaled(change, -gap)
 
 
 def _reverse_chi2_moment(mu: Tensor, pi: Tensor, gap: Tensor) -> Tensor:
-    return 2 * _difference(mu, pi, gap) * torch.exp(gap)
+    return _scaled(2 * _difference(mu, pi, gap), gap)
 
 
 # name -> (one cell's share of D, h = pi * dD/dpi of that cell), from (mu, pi, log pi - log mu)
@@ -158,6 +168,10 @@ _STABLE: dict[str, tuple[CellFunction, CellFunction]] = {
     "chi2": (_chi2_cell, _chi2_moment),
     "reverse-chi2": (lambda mu, pi, gap: _chi2_cell(pi, mu, -gap), _reverse_chi2_moment),
 }
+
+
+# multiples of `sum mu - sum pi` that a centered cell above leaves out of D
+_CENTERING = {"kl": 1.0, "reverse-kl": -1.0}
 
 
 def _functions(name: str) -> tuple[CellFunction, CellFunction]:
@@ -188,16 +202,15 @@ def _full_cells(pi: _Policy, tokens: Tensor, mu: _Policy) -> _Cells:
     pi_others, pi_k = split(log_pi.exp())
     gap_others, gap_k = split(gap)
     none = torch.zeros_like(pi_k)
-    return _Cells(
-        mu_others, pi_others, gap_others, mu_k, pi_k, gap_k, none, none, none, none, none
-    )
+    tail = (none, none, none, none, none)
+    return _Cells(mu_others, pi_others, gap_others, mu_k, pi_k, gap_k, *tail, excess=none)
 
 
-def _tail_behavior_mass(log_mu: Tensor) -> Tensor:
-    """`1 - sum exp(log_mu)`, the largest mass through expm1; a mass below 0 is 0."""
+def _remainder(log_mu: Tensor) -> Tensor:
+    """`1 - sum exp(log_mu)`, the largest mass through expm1."""
     top, where = log_mu.max(-1, keepdim=True)
     others = log_mu.exp().scatter(-1, where, 0.0).sum(-1)
-    return (-torch.expm1(top[..., 0]) - others).clamp_min(0.0)
+    return -torch.expm1(top[..., 0]) - others
 
 
 def _coarse_cells(
@@ -220,11 +233,11 @@ def _coarse_cells(
     total = weight.sum(-1)
     log_pi_tail = safe_top + total.log() - pi.log_norm
     pi_tail = log_pi_tail.exp()
+    tail_cells = pi.shifted.shape[-1] - 1 - retained.sum(-1)
     if tail == "aggregated":
         tail_mean, tail_square = pi_tail, pi_tail * pi_tail
     elif tail == "uniform":
-        cells = pi.shifted.shape[-1] - 1 - retained.sum(-1)
-        tail_mean = pi_tail / cells.clamp_min(1)
+        tail_mean = pi_tail / tail_cells.clamp_min(1)
         tail_square = tail_mean * tail_mean
     else:
         scale = (safe_top - pi.log_norm).exp()
@@ -233,7 +246,8 @@ def _coarse_cells(
         tail_mean = (weight * weight).sum(-1) / safe_total * scale
         tail_square = (weight * weight * weight).sum(-1) / safe_total * scale * scale
 
-    mu_tail = _tail_behavior_mass(torch.cat([log_mu, log_mu_k[..., None]], -1))
+    remainder = _remainder(torch.cat([log_mu, log_mu_k[..., None]], -1))
+    mu_tail = torch.where(tail_cells > 0, remainder.clamp_min(0.0), 0.0)
     return _Cells(
         log_mu.exp(),
         log_pi.exp(),
@@ -246,6 +260,7 @@ def _coarse_cells(
         _gap(log_pi_tail, mu_tail.log()),
         tail_mean,
         tail_square,
+        mu_tail - remainder,
     )
 
 
@@ -292,11 +307,10 @@ def _cells(
 
 def _divergence(cells: _Cells, name: str) -> Tensor:
     cell, _ = _functions(name)
-    return (
-        cell(cells.mu, cells.pi, cells.gap).sum(-1)
-        + cell(cells.mu_k, cells.pi_k, cells.gap_k)
-        + cell(cells.mu_tail, cells.pi_tail, cells.gap_tail)
-    )
+    total = cell(cells.mu, cells.pi, cells.gap).sum(-1)
+    total = total + cell(cells.mu_k, cells.pi_k, cells.gap_k)
+    total = total + cell(cells.mu_tail, cells.pi_tail, cells.gap_tail)
+    return (total + _CENTERING.get(name, 0.0) * cells.excess).clamp_min(0.0)
 
 
 def _coefficient(cells: _Cells, name: str) -> Tensor:
@@ -434,6 +448,10 @@ def keep_mask(
     valid = torch.ones_like(tokens, dtype=torch.bool) if response_mask is None else response_mask
     if rule.direction == "none":
         return valid.clone()
+    # ids on padding are anything (-1, -100): never an index
+    tokens = tokens.masked_fill(~valid, 0)
+    if topk_ids is not None:
+        topk_ids = topk_ids.masked_fill(~valid[..., None], 0)
     partition: Partition = "binary" if rule.direction == "clip" else rule.partition
     if partition != "full" and behavior_logprobs is None and behavior_logits is not None:
         behavior = _policy(behavior_logits, compute_dtype)
@@ -475,7 +493,7 @@ def _log_or_minus_inf(x: float) -> float:
 def _end_keeps(cells: _Cells, rule: Rule, sign: Tensor, advantages: Tensor) -> Tensor:
     """Whether a rule keeps each token, with one tail estimator."""
     assert rule.divergence is not None
-    delta = torch.where(sign > 0, rule.delta_high, rule.delta_low).to(sign.dtype)
+    delta = torch.full_like(sign, rule.delta_low).masked_fill(sign > 0, rule.delta_high)
     distance = _divergence(cells, rule.divergence)
     if rule.direction == "ratio":
         return (distance <= delta) | (sign * cells.gap_k <= 0)
@@ -580,7 +598,8 @@ def policy_loss(
     gap = log_pi.detach() - behavior_logprobs.masked_fill(~active, 0.0).to(compute_dtype)
     weight = gap.clamp_max(math.log(ratio_cap)).exp()
     scale = advantages.masked_fill(~active, 0.0).to(compute_dtype) * weight
-    loss = torch.where(active, -scale * log_pi, 0.0)
+    # r = 0 contributes 0, the limit of r log pi_k
+    loss = torch.where(scale != 0, -scale * log_pi, 0.0)
     return aggregate(loss, valid, aggregation)
 
 

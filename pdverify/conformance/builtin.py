@@ -474,7 +474,7 @@ def _loss(tally: _Tally, job: _Job, truth: Truth, bound: Bound, unit: float) -> 
     loss, gradient = bound.loss(keep, RATIO_CAP, "none")
     gap = truth.budget("log_ratio", None, "binary", None, unit, "plain")
     ratio = np.expm1(gap) + 8 * unit
-    cells = [chunk for chunk in truth.cells("binary")]
+    cells = truth.cells("binary")
     r = np.minimum(np.exp(np.concatenate([c.log_gap for c in cells])), RATIO_CAP)
     scale = np.abs(rows.advantages) * r * keep[index]
     # A r enters value and gradient; log pi_k is off by less than the log-ratio is
@@ -689,9 +689,7 @@ def _tables(
         for certificate in ("bracket", "interval"):
             given, wrong = (total(group, table, certificate) for table in ("certified", "wrong"))
             if given is not None and wrong is not None:
-                certificates.append(
-                    CertificateRecord(source, certificate, given[0], wrong[0])
-                )
+                certificates.append(CertificateRecord(source, certificate, given[0], wrong[0]))
     return directions, certificates
 
 

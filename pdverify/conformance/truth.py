@@ -116,7 +116,7 @@ class Truth:
         variance = np.concatenate(
             [judge.variance(rule.partition, tail).high for judge in self._judges]
         )
-        curvature = self.budget("curvature", None, rule.partition, None, unit, form)
+        curvature = self.budget("curvature", None, rule.partition, tail, unit, form)
         linear = step * (1 + relative) * change + step * size * relative
         square = step**2 * (curvature / 2 * (1 + relative) ** 2 + variance * relative)
         total = linear + square + 4 * unit * (step * size + step**2 * variance)
@@ -132,9 +132,7 @@ class Truth:
         return build(self._chunks[i], partition, "append")
 
     def _build_budgets(self, i: int, partition: Partition, unit: float, form: Form) -> Budgets:
-        return Budgets(
-            self._chunks[i], partition, "append", unit, form, self._cells(i, partition)
-        )
+        return Budgets(self._chunks[i], partition, "append", unit, form, self._cells(i, partition))
 
     def _budget(
         self,
@@ -152,7 +150,9 @@ class Truth:
             if quantity == "coefficient":
                 assert name is not None
                 return budgets.coefficient(name, tail)
-            return budgets.curvature() if quantity == "curvature" else budgets.log_ratio()
+            if quantity == "curvature":
+                return budgets.curvature(tail)
+            return budgets.log_ratio()
 
         return np.concatenate(
             [of(self._budgets(i, partition, unit, form)) for i in range(len(self._chunks))]
@@ -202,7 +202,7 @@ def excused(
         near_c = ~(distance_c > allowance.direction)
         some |= near_d | near_c
         every &= (outside | near_d) & (pushes | near_c)
-    return np.where(right.keep, every, some) & (sign != 0)
+    return np.asarray(np.where(right.keep, every, some) & (sign != 0))
 
 
 Progress = Callable[[str, int, int], None]

@@ -6,7 +6,7 @@ A divergence is taken on cells: every token (``full``), the retained support `S`
 Conventions.  `S` is the behavior policy's top-K list and the sampled token `k`; listed tokens of
 behavior probability zero (-inf) leave `S` for the tail, except `k`.  `mu` on `S` is `exp` of the
 stored log-prob, `mu_T = max(0, 1 - sum_S mu)`; `pi` comes from the logits, `pi_T` is summed over
-what is not retained.  An empty tail has mass 0.
+what is not retained.  A tail without tokens has mass 0 under both, whatever `sum_S mu` rounds to.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Cells:
 
     Attributes:
         ids: `[T, M]` int64, the retained tokens, k included once (``full``: None, all of them).
+        slot: `[T]` int64, the column of k among the `M`.
         mu, pi: `[T, M]` probabilities; a slot that holds no token has both 0.
         mu_k, pi_k: `[T]`, the sampled token's.
         mu_tail, pi_tail: `[T]` tail masses, 0 without a tail.
@@ -39,6 +40,7 @@ class Cells:
     """
 
     ids: NDArray[np.int64] | None
+    slot: NDArray[np.int64]
     mu: Float64
     pi: Float64
     mu_k: Float64
@@ -53,8 +55,13 @@ class Cells:
 
 def log_softmax(logits: FloatArray) -> Float64:
     """`log pi` in nats, float64, over the last axis; -inf logits have probability zero."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+    z = logits.astype(np.float64)
+    top = z.argmax(axis=-1)[..., None]
+    shifted = z - np.take_along_axis(z, top, axis=-1)
+    # the largest term is 1: log1p of the others keeps log pi of a near-certain token
+    others = np.exp(shifted)
+    np.put_along_axis(others, top, 0.0, axis=-1)
+    return np.asarray(shifted - np.log1p(others.sum(axis=-1, keepdims=True)))
 
 
 def retained_support(rows: Rows, support: Support = "append") -> tuple[NDArray[np.int64], Float64]:
@@ -111,6 +118,7 @@ def _full(rows: Rows) -> Cells:
     none = np.zeros(len(rows))
     return Cells(
         ids=None,
+        slot=rows.tokens,
         mu=mu,
         pi=pi,
         mu_k=mu[at],
@@ -142,6 +150,7 @@ def _binary(rows: Rows) -> Cells:
     unknown = np.full(len(rows), np.nan)
     return Cells(
         ids=rows.tokens[:, None],
+        slot=np.zeros(len(rows), dtype=np.int64),
         mu=mu_k[:, None],
         pi=pi_k[:, None],
         mu_k=mu_k,
@@ -155,30 +164,41 @@ def _binary(rows: Rows) -> Cells:
     )
 
 
+def _behavior_tail(mu: Float64, log_mu: Float64) -> Float64:
+    """`max(0, 1 - sum mu)` over the last axis, the largest mass subtracted from 1 by expm1."""
+    top = log_mu.argmax(axis=-1)[:, None]
+    others = mu.copy()
+    np.put_along_axis(others, top, 0.0, axis=-1)
+    first = -np.expm1(np.take_along_axis(log_mu, top, axis=-1)[:, 0])
+    return np.asarray(np.maximum(first - others.sum(axis=-1), 0.0))
+
+
 def _coarse(rows: Rows, ids: NDArray[np.int64], log_mu: Float64) -> Cells:
     if rows.logits is None:
         raise InputError("logits", None, None, "the topk view needs the training logits")
     log_pi = log_softmax(rows.logits)
     pi_all = np.exp(log_pi)
-    is_k = ids == rows.tokens[:, None]
     used = ~np.isneginf(log_mu)
+    slot = ((ids == rows.tokens[:, None]) & used).argmax(axis=-1)
     pi = np.where(used, np.take_along_axis(pi_all, ids, axis=-1), 0.0)
     tail = pi_all.copy()
     row = np.broadcast_to(np.arange(len(rows))[:, None], ids.shape)
     tail[row[used], ids[used]] = 0.0
     mu = np.exp(log_mu)
     at = (np.arange(len(rows)), rows.tokens)
-    log_mu_k = np.where(is_k, log_mu, -np.inf).max(axis=-1)
+    log_mu_k = log_mu[np.arange(len(rows)), slot]
+    tail_cells = rows.vocab_size - used.sum(axis=-1)
     squares = tail * tail
     return Cells(
         ids=ids,
+        slot=slot,
         mu=mu,
         pi=pi,
         mu_k=np.exp(log_mu_k),
         pi_k=pi_all[at],
-        mu_tail=np.maximum(1.0 - mu.sum(axis=-1), 0.0),
+        mu_tail=np.where(tail_cells > 0, _behavior_tail(mu, log_mu), 0.0),
         pi_tail=tail.sum(axis=-1),
-        tail_cells=rows.vocab_size - used.sum(axis=-1),
+        tail_cells=tail_cells,
         collision=squares.sum(axis=-1),
         cubes=(squares * tail).sum(axis=-1),
         log_gap=log_pi[at] - log_mu_k,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pdverify.batch import InputError, Rows
 from pdverify.definitions import _formulas
-from pdverify.definitions.cells import Cells, Float64
+from pdverify.definitions.cells import Cells, Float64, log_softmax
 from pdverify.formats import FORMATS
 
 
@@ -30,8 +30,6 @@ def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
     """
     if rows.logits is None or rows.topk_logprobs is None or cells.ids is None:
         raise InputError("topk_logprobs", None, None, "the interval needs a top-K view")
-    from pdverify.definitions.cells import log_softmax
-
     pi = np.exp(log_softmax(rows.logits))
     used = cells.mu > 0
     row = np.broadcast_to(np.arange(len(rows))[:, None], used.shape)
@@ -39,9 +37,7 @@ def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
     stored = rows.topk_logprobs.astype(np.float64)
     unit = FORMATS[rows.logprob_dtype].unit_roundoff
     smallest = stored.min(axis=-1)
-    listed_k = (rows.topk_ids == rows.tokens[:, None]).any(axis=-1)
     cap = np.exp(np.minimum(smallest + unit * np.abs(smallest), 0.0))
-    del listed_k
     ordered = np.sort(pi, axis=-1)[:, ::-1]
     low, high = np.empty(len(rows)), np.empty(len(rows))
     for t in range(len(rows)):

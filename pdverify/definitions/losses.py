@@ -29,11 +29,11 @@ def weights(valid: NDArray[np.bool_], aggregation: str) -> Float64:
     if aggregation == "none":
         return one
     if aggregation == "token-mean":
-        return one / valid.sum()
+        return np.asarray(one / valid.sum())
     if aggregation == "fixed-length":
         return one / valid.size
     lengths = valid.sum(axis=-1, keepdims=True)
-    return one / np.maximum(lengths, 1) / (lengths > 0).sum()
+    return np.asarray(one / np.maximum(lengths, 1) / (lengths > 0).sum())
 
 
 def policy_loss(
@@ -42,6 +42,8 @@ def policy_loss(
     """Masked policy loss and its gradient with respect to the logits.
 
     loss = -A min(r, cap) keep log pi_k;  d loss / d z = -A min(r, cap) keep (e_k - pi)
+
+    A token with `r = 0` contributes 0, the limit of `r log pi_k`.
 
     Args:
         batch: with training logits.
@@ -74,5 +76,5 @@ def policy_loss(
     gradient = np.zeros(batch.logits.shape)
     gradient[b, position] = slope * scale[:, None]
     loss = np.zeros(batch.tokens.shape)
-    loss[b, position] = -scale * np.where(active, log_pi[at], 0.0)
+    loss[b, position] = -scale * np.where(scale != 0, log_pi[at], 0.0)
     return (loss if aggregation == "none" else np.asarray(loss.sum())), gradient

@@ -6,7 +6,7 @@ definitions that every backend must agree with.  `pdverify.rules` has the table 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -110,14 +110,15 @@ _add(
     partition="binary",
     source="arXiv 1707.06347",
 )
+_coarse_partitions: tuple[Partition, ...] = ("binary", "topk")
 for _divergence in ("tv", "kl"):
-    for _partition in ("binary", "topk"):
+    for _partition in _coarse_partitions:
         _add(
             f"dppo-{_partition}-{_divergence}",
             f"{_partition} {DIVERGENCES[_divergence].title}, ratio direction",
             "ratio",
             _divergence,
-            _partition,  # type: ignore[arg-type]
+            _partition,
             "arXiv 2602.04879",
         )
 for _name, _formula in DIVERGENCES.items():
@@ -143,28 +144,31 @@ def divergence(cells: Cells, name: str) -> Float64:
     """
     cell = DIVERGENCES[name].cell
     total = np.asarray(cell(cells.mu, cells.pi).sum(axis=-1) + cell(cells.mu_tail, cells.pi_tail))
-    # NaN (0 log 0 of a tail whose mass is unknown) passes through
-    return np.maximum(total, 0.0)
+    return np.asarray(np.maximum(total, 0.0))
 
 
 def coefficient(cells: Cells, name: str, tail: Tail | None = "exact") -> Float64:
     """Coefficient `C` on the cells, `[T]`: a step moves the divergence by `eta A r C`.
 
-    Source: arXiv 2607.10848; statements `coefficient.*` and `coarse.affine` of
+    Taken in the complement form, which equals the closed forms of `_formulas` and keeps the sign
+    of C where they lose it to `1 - pi_k` (near-certain rows).  `tail` chooses the tail's motion.
+
+    Source: arXiv 2607.10848; statements `stable.complement-universal` and `coarse.affine` of
     `docs/formulas.md`.
     """
-    formula = DIVERGENCES[name]
-    if cells.ids is None:
-        return np.asarray(formula.coefficient(cells.mu, cells.pi, cells.mu_k, cells.pi_k))
+    moment = DIVERGENCES[name].moment
+    mu, pi = cells.mu.copy(), cells.pi.copy()
+    for masses in (mu, pi):
+        masses[np.arange(len(masses)), cells.slot] = 0.0
     return np.asarray(
-        formula.coarse_coefficient(
-            cells.mu,
-            cells.pi,
-            cells.mu_k,
+        _formulas.complement_coefficient(
+            moment(mu, pi),
+            pi,
+            moment(cells.mu_k, cells.pi_k),
             cells.pi_k,
-            cells.mu_tail,
+            moment(cells.mu_tail, cells.pi_tail),
             cells.pi_tail,
-            tail_mean(cells, tail),
+            tail_mean(cells, None if cells.ids is None else tail),
         )
     )
 
@@ -211,13 +215,10 @@ def keep(rows: Rows, rule: Rule, cells: Cells | None = None) -> NDArray[np.bool_
         )
         return np.asarray(inside | unmoved)
     if rule.tail == "bracket":
-        ends = [_keep(cells, _with_tail(rule, end), advantages) for end in ("aggregated", "uniform")]
-        return np.asarray(ends[0] | ends[1] | unmoved)
+        low, high = (replace(rule, tail=end) for end in ("aggregated", "uniform"))
+        either = _keep(cells, low, advantages) | _keep(cells, high, advantages)
+        return np.asarray(either | unmoved)
     return np.asarray(_keep(cells, rule, advantages) | unmoved)
-
-
-def _with_tail(rule: Rule, tail: str) -> Rule:
-    return Rule(**{**vars(rule), "tail": tail})
 
 
 def _keep(cells: Cells, rule: Rule, advantages: Float64) -> NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
@@ -31,11 +32,18 @@ MASK_WIDTH = 28
 
 def print_report(report: Report, stream: IO[str] | None = None) -> None:
     """Print `report` to `stream` (stdout by default)."""
-    _Printer(sys.stdout if stream is None else stream).report(report)
+    out = sys.stdout if stream is None else stream
+    if out.isatty():
+        _Printer(out, out).report(report)
+        return
+    text = io.StringIO()
+    _Printer(text, out).report(report)
+    # rich fills every line of a table with spaces
+    out.writelines(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 
 def summary(report: Report) -> str:
-    """The last line: the verdict, what was counted, and what the exit status means."""
+    """The last line: the verdict, what was counted, and the exit status it leads to."""
     judged = [entry for entry in report.entries if entry.unavailable is None]
     total = sum((entry.decisions for entry in judged), DecisionCounts())
     counts = (
@@ -43,14 +51,21 @@ def summary(report: Report) -> str:
         f" {total.wrong} wrong"
     )
     if report.conforms:
-        return f"conforms: yes, {counts} (exit status 0: no entry fails)"
+        return f"conforms: yes, {counts} (exit 0)"
     failed = sum(not entry.passed for entry in judged)
-    return f"conforms: no, {counts}, {failed} failing (exit status 1: see the entries above)"
+    also = ", a certificate is wrong" if _contradicted(report.certificates) else ""
+    return f"conforms: no, {counts}, {failed} failing{also} (exit 1)"
+
+
+def _contradicted(records: Iterable[CertificateRecord]) -> list[CertificateRecord]:
+    return [record for record in records if record.wrong.successes]
 
 
 class _Printer:
-    def __init__(self, stream: IO[str]) -> None:
-        terminal = stream.isatty()
+    """Writes to `stream` what `target` can show."""
+
+    def __init__(self, stream: IO[str], target: IO[str]) -> None:
+        terminal = target.isatty()
         self.box = box.SIMPLE_HEAD if terminal else None
         self.console = Console(
             file=stream,
@@ -61,7 +76,8 @@ class _Printer:
         )
         if self.console.width > WIDTH:
             self.console.width = WIDTH
-        self.at_least = "≥" if (stream.encoding or "utf-8").lower().startswith("utf") else ">="
+        encoding = getattr(target, "encoding", None) or "utf-8"
+        self.at_least = "≥" if encoding.lower().startswith("utf") else ">="
 
     def report(self, report: Report) -> None:
         self.header(report)
@@ -72,9 +88,13 @@ class _Printer:
         for entry in report.entries:
             if entry.unavailable is None and not entry.passed:
                 self.failure(entry)
+        for record in _contradicted(report.certificates):
+            self.line()
+            self.line(f"WRONG certificate {record.certificate}, {record.source}", "bold red")
+            self.line(f"  contradicted on {record.wrong.successes} of {record.wrong.trials}")
         self.line()
         verdict = "bold green" if report.conforms else "bold red"
-        self.console.print(Text(summary(report), style=verdict))
+        self.console.print(Text(summary(report), style=verdict), soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
         self.console.print(Text(text, style=style))
@@ -95,10 +115,8 @@ class _Printer:
 
     def header(self, report: Report) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-        self.line(
-            f"{versions}; level {report.level}, seed {report.seed}, {report.seconds:.1f} s; "
-            f"real tokens: {report.real_source}"
-        )
+        self.line(f"{versions}; level {report.level}, seed {report.seed}, {report.seconds:.1f} s")
+        self.line(f"real tokens: {report.real_source}")
 
     def inputs(self, inputs: Sequence[InputRecord]) -> None:
         rows = [
@@ -108,7 +126,7 @@ class _Printer:
         ]
         families = [x for x in inputs if x.kind == "family"]
         if families:
-            names = {x.name for x in families}
+            names = {x.name.split(",")[0] for x in families}
             rows.append(
                 (
                     f"{len(names)} families",
@@ -242,6 +260,8 @@ def _named(missing: Sequence[EntryRecord], of: int) -> str:
 def _ratio(x: float | None) -> str:
     if x is None:
         return "-"
+    if 0 < x < 0.005:
+        return "<0.01"
     shown = f"{x:.2f}" if x < 99.995 else f"{x:.0e}"
     # 1.004 fails and must not read as 1.00, which passes
     return ">1" if x > 1 and float(shown) <= 1 else shown

@@ -81,8 +81,10 @@ def _bits(bits: Bits | None) -> dict[str, Any] | None:
 
 def _plain(x: Any) -> Any:
     """`x` in the types of JSON; what has no counterpart there becomes its `str`."""
-    if x is None or isinstance(x, bool | int | str):
-        return x if type(x) in (type(None), bool, int, str) else _base(x)
+    if x is None or isinstance(x, bool):
+        return x
+    if isinstance(x, int | str):
+        return int(x) if isinstance(x, int) else str(x)
     if isinstance(x, float):
         if math.isnan(x):
             return None
@@ -96,10 +98,6 @@ def _plain(x: Any) -> Any:
     if hasattr(x, "tolist"):
         return _plain(x.tolist())
     return str(x)
-
-
-def _base(x: int | str) -> int | str:
-    return int(x) if isinstance(x, int) else str(x)
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
