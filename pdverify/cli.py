@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program on `argv` (the process's arguments by default) and return its status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # an ASCII terminal must not lose the report
         sys.stdout.reconfigure(errors="backslashreplace")
+    # the bars of the library that loads the model would break up our own progress lines
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         args = _parser().parse_args(argv)
         status: int = args.run(args)

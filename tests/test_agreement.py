@@ -26,8 +26,8 @@ from pdverify.oracle import Enclosure, Judge
 from pdverify.rules import Rule
 
 UNIT = FORMATS["fp64"].unit_roundoff
-EXAMPLES = 1250
-BATCHES = 8
+EXAMPLES = 1000
+BATCHES = 10
 """Batches of one example: they share the vocabulary, the formats and the rule."""
 
 SCALES = (0.0, 1.0, 0.125, 4.0, 2.0**-12, 2.0**-40, 1e-30, 32.0)
@@ -78,7 +78,9 @@ def examples(draw: st.DrawFn) -> Example:
 
     def numbers(per: int, holes: bool = False) -> np.ndarray:
         total = count * per
-        return spread(draw(st.binary(min_size=total, max_size=total)), (BATCHES, length, per), holes)
+        return spread(
+            draw(st.binary(min_size=total, max_size=total)), (BATCHES, length, per), holes
+        )
 
     def scales() -> np.ndarray:
         of = st.lists(st.sampled_from(SCALES), min_size=BATCHES, max_size=BATCHES)
@@ -162,7 +164,9 @@ def _open_at(rows, rule, tail, judge, budgets):
         bound = np.where(sign > 0, np.log1p(rule.clip_high), low)
         slack = slack + 4 * UNIT
     with np.errstate(invalid="ignore"):
-        push_high = np.where(sign > 0, direction.high + slack - bound, bound - direction.low + slack)
+        push_high = np.where(
+            sign > 0, direction.high + slack - bound, bound - direction.low + slack
+        )
         push_low = np.where(sign > 0, direction.low - slack - bound, bound - direction.high - slack)
     can_push, can_pull = push_high > 0, ~(push_low > 0)
     if rule.direction == "clip":

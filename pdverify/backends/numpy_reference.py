@@ -1,4 +1,4 @@
-"""The definitions as a backend: ``numpy``, float64 in their plain form.
+"""The definitions as a backend: ``numpy``, float64.
 
 Same function names as the torch backends, for a `Batch`.  `cells` saves building the cells of the
 partition again where the caller holds them.

@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from pdverify.backends import BACKENDS, Backend, Bound
 from pdverify.batch import Batch, Rows
-from pdverify.cases import FAMILIES
+from pdverify.budgets import Budgets
+from pdverify.cases import FAMILIES, designed_rows
 from pdverify.cases import build as build_family
 from pdverify.conformance.bits import Share, effective_bits, wilson
 from pdverify.conformance.records import (
@@ -43,9 +45,10 @@ from pdverify.conformance.truth import (
     finite,
     over_budget,
 )
+from pdverify.definitions.cells import build as build_cells
 from pdverify.definitions.intervals import coefficient_interval
 from pdverify.definitions.losses import policy_loss
-from pdverify.definitions.masks import MASKS, TAILS
+from pdverify.definitions.masks import MASKS, TAILS, coefficient
 from pdverify.formats import FORMATS
 from pdverify.oracle import Enclosure
 from pdverify.rules import Partition, Rule, Tail
@@ -110,12 +113,24 @@ class _Tally:
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What a designed batch is graded for: the coefficient whose margins spread over octaves."""
+
+    divergence: str
+    view: Partition
+    tail: Tail | None
+
+
+@dataclass(frozen=True)
 class _Job:
+    """One batch to judge; `load` makes it where it is judged."""
+
     name: str
     kind: str
-    batch: Batch
+    load: Callable[[], Batch]
     entries: tuple[Entry, ...]
     delta: float | None
+    aim: Aim | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +146,7 @@ class _Count:
 
 @dataclass(frozen=True)
 class _Result:
-    name: str
-    kind: str
+    input: InputRecord
     tallies: dict[Entry, _Tally]
     counts: list[_Count]
 
@@ -226,11 +240,15 @@ def check_builtins(
         )
     )
     runnable = tuple(e for e in entries if BACKENDS[e.backend].unavailable() is None)
-    jobs = [_Job(name, "real", batch, runnable, delta) for name, batch in real.items()]
+    jobs = [
+        _Job(name, "real", partial(_given, batch), runnable, delta) for name, batch in real.items()
+    ]
+    if families is None:
+        jobs += _designed_jobs(runnable, level, seed, delta)
     for family in FAMILIES if families is None else families:
         for size, dtype in SIZES[level]:
-            batch = build_family(family, seed=seed, vocab_size=size, dtype=dtype)
-            jobs.append(_Job(f"{family}, V = {size}, {dtype}", "family", batch, runnable, delta))
+            make = partial(build_family, family, seed=seed, vocab_size=size, dtype=dtype)
+            jobs.append(_Job(f"{family}, V = {size}, {dtype}", "family", make, runnable, delta))
     results = _run(jobs, workers, progress)
     tallies = {entry: _Tally() for entry in entries}
     for result in results:
@@ -242,16 +260,7 @@ def check_builtins(
         conforms=all(record.passed for record in records)
         and all(not record.wrong.successes for record in certificates),
         real_source=real_source,
-        inputs=[
-            InputRecord(
-                job.name,
-                job.kind,
-                int(job.batch.response_mask.sum()),
-                job.batch.vocab_size,
-                job.batch.dtype,
-            )
-            for job in jobs
-        ],
+        inputs=[result.input for result in results],
         entries=records,
         directions=directions,
         certificates=certificates,
@@ -293,8 +302,59 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def _given(batch: Batch) -> Batch:
+    return batch
+
+
+def _designed_jobs(
+    entries: Sequence[Entry], level: str, seed: int, delta: float | None
+) -> list[_Job]:
+    """Batches that measure effective precision, one per coefficient that an entry computes.
+
+    At level quick, of the tail estimators only ``exact`` has one.
+    """
+    aims = []
+    for entry in entries:
+        mask = MASKS[entry.mask]
+        if mask.direction == "predictive" and entry.tail != "bracket":
+            assert mask.divergence is not None
+            aim = Aim(mask.divergence, entry.view, entry.tail)
+            if aim not in aims and (level == "full" or entry.tail in (None, "exact")):
+                aims.append(aim)
+    jobs = []
+    for aim in aims:
+        name = f"designed, {aim.divergence}, {aim.view}" + (f", {aim.tail}" if aim.tail else "")
+        # an entry with another divergence learns nothing new from these rows
+        mine = tuple(e for e in entries if _aims_at(e, aim))
+        jobs.append(_Job(name, "designed", partial(_designed, aim, seed), mine, delta, aim))
+    return jobs
+
+
+def _aims_at(entry: Entry, aim: Aim) -> bool:
+    mask = MASKS[entry.mask]
+    return (
+        mask.direction in ("predictive", "second-order")
+        and (mask.divergence, entry.view) == (aim.divergence, aim.view)
+        and aim.tail in _ends(entry.tail)
+    )
+
+
+def _designed(aim: Aim, seed: int) -> Batch:
+    def value(batch: Batch) -> Array:
+        return coefficient(build_cells(batch.rows(), aim.view), aim.divergence, aim.tail)
+
+    def beta(batch: Batch) -> Array:
+        unit = FORMATS["fp32"].unit_roundoff
+        budgets = Budgets(batch.rows(), aim.view, "append", unit, "complement")
+        return budgets.coefficient(aim.divergence, aim.tail) / unit
+
+    rng = np.random.default_rng(seed)
+    return designed_rows(rng, value, beta, sequences=12, length=15, vocab_size=257, top_k=20)
+
+
 def _judge(job: _Job) -> _Result:
-    rows = job.batch.rows()
+    batch = job.load()
+    rows = batch.rows()
     truth = Truth(rows)
     tallies: dict[Entry, _Tally] = {}
     bound: dict[tuple[str, str, str], Bound] = {}
@@ -306,14 +366,15 @@ def _judge(job: _Job) -> _Result:
         key = (entry.backend, entry.precision, entry.device)
         try:
             if key not in bound:
-                bound[key] = BACKENDS[entry.backend].bind(job.batch, entry.precision, entry.device)
-            tallies[entry] = _judge_entry(job, entry, truth, bound[key])
+                bound[key] = BACKENDS[entry.backend].bind(batch, entry.precision, entry.device)
+            tallies[entry] = _judge_entry(job, batch, entry, truth, bound[key])
         except Exception as error:  # an entry that raises is judged, not propagated
             tallies[entry] = _Tally(faults=1, error=f"raised on {job.name}: {error!r}")
-    return _Result(job.name, job.kind, tallies, _counts(job, truth) if job.kind == "real" else [])
+    given = InputRecord(job.name, job.kind, len(rows), batch.vocab_size, batch.dtype)
+    return _Result(given, tallies, _counts(truth) if job.kind == "real" else [])
 
 
-def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
+def _judge_entry(job: _Job, batch: Batch, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
     tally = _Tally()
     rows = truth.rows
     unit = FORMATS[entry.precision].unit_roundoff
@@ -334,11 +395,12 @@ def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
                 budget = truth.budget("coefficient", name, entry.view, end, unit, form)
                 worst = _compare(tally, job, truth, "coefficient", got, right, budget)
                 tally.coefficient = max(worst, tally.coefficient or 0.0)
-                _signs(tally, got, right, budget / unit)
+                if job.aim == Aim(name, entry.view, end):
+                    _signs(tally, got, right, budget / unit)
     for rule in _rules(job, entry, truth):
         _decisions(tally, job, rule, truth, bound, unit, form, ends)
     if job.kind == "family" or mask.direction == "none":
-        tally.loss = _loss(tally, job, truth, bound, unit)
+        tally.loss = _loss(tally, job, batch, truth, bound, unit)
     return tally
 
 
@@ -465,9 +527,9 @@ def _decisions(
         )
 
 
-def _loss(tally: _Tally, job: _Job, truth: Truth, bound: Bound, unit: float) -> float:
+def _loss(tally: _Tally, job: _Job, batch: Batch, truth: Truth, bound: Bound, unit: float) -> float:
     """Worst error over budget of the loss and its gradient, with everything kept."""
-    batch, rows = job.batch, truth.rows
+    rows = truth.rows
     index = tuple(rows.index.T)
     keep = batch.response_mask & (batch.tokens % 3 != 0)
     want, slope = policy_loss(batch, keep, ratio_cap=RATIO_CAP)
@@ -602,7 +664,7 @@ def _sign(truth: Enclosure) -> NDArray[np.int8]:
     return positive.astype(np.int8) - negative.astype(np.int8)
 
 
-def _counts(job: _Job, truth: Truth) -> list[_Count]:
+def _counts(truth: Truth) -> list[_Count]:
     """Direction disagreements and certificates of one real batch, forward KL."""
     rows = truth.rows
     if rows.topk_ids is None:
@@ -671,7 +733,7 @@ def _tables(
     results: list[_Result],
 ) -> tuple[list[DirectionRecord], list[CertificateRecord]]:
     directions, certificates = [], []
-    sources = [(r.name, [r]) for r in results if r.counts]
+    sources = [(r.input.name, [r]) for r in results if r.counts]
     sources.append(("all real tokens", [r for r in results if r.counts]))
 
     def total(group: list[_Result], table: str, row: str) -> tuple[Share, int] | None:

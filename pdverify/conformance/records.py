@@ -126,7 +126,7 @@ class CertificateRecord:
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One batch that was judged: `kind` is ``real`` or ``family``."""
+    """One batch that was judged: `kind` is ``real``, ``family`` or ``designed``."""
 
     name: str
     kind: str

@@ -20,7 +20,8 @@ from pdverify.formats import FORMATS
 def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
     """Ends of the interval for the full forward-KL coefficient, each `[T]`.
 
-    The cap is the smallest log-prob of the list, widened by half a unit in its last stored place.
+    The cap is the smallest mass of the list, its log-prob widened by half a unit in its last
+    stored place; without k under ``replace``, where k may rank below what the list left out.
     Where the tail's mass exceeds what the cap allows (stored rounding), the cap is raised to fit.
 
     Raises:
@@ -34,10 +35,7 @@ def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
     used = cells.mu > 0
     row = np.broadcast_to(np.arange(len(rows))[:, None], used.shape)
     pi[row[used], cells.ids[used]] = 0.0
-    stored = rows.topk_logprobs.astype(np.float64)
-    unit = FORMATS[rows.logprob_dtype].unit_roundoff
-    smallest = stored.min(axis=-1)
-    cap = np.exp(np.minimum(smallest + unit * np.abs(smallest), 0.0))
+    cap = _cap(rows, cells)
     ordered = np.sort(pi, axis=-1)[:, ::-1]
     low, high = np.empty(len(rows)), np.empty(len(rows))
     for t in range(len(rows)):
@@ -45,6 +43,20 @@ def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
         low[t], high[t] = _rearranged(tail, float(cells.mu_tail[t]), float(cap[t]))
     base = _formulas.kl_coefficient(cells.mu, cells.pi, cells.mu_k, cells.pi_k) - cells.collision
     return base + low, base + high
+
+
+def _cap(rows: Rows, cells: Cells) -> Float64:
+    """Largest probability that the list leaves to a token outside of it, `[T]`."""
+    assert rows.topk_logprobs is not None
+    assert cells.ids is not None
+    y = rows.topk_logprobs.astype(np.float64)
+    if cells.ids.shape == y.shape:
+        y[np.arange(len(rows)), cells.slot] = 0.0
+    smallest = y.min(axis=-1)
+    # a list that ends in probability zero leaves nothing: -inf has no last place
+    place = FORMATS[rows.logprob_dtype].unit_roundoff * np.abs(smallest)
+    widened = smallest + np.where(np.isneginf(smallest), 0.0, place)
+    return np.asarray(np.exp(np.minimum(widened, 0.0)))
 
 
 def _rearranged(tail: NDArray[np.float64], mass: float, cap: float) -> tuple[float, float]:

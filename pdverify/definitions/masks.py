@@ -205,7 +205,9 @@ def keep(rows: Rows, rule: Rule, cells: Cells | None = None) -> NDArray[np.bool_
     """
     if rule.direction == "none":
         return np.ones(len(rows), dtype=bool)
-    cells = build(rows, rule.partition, rule.support) if cells is None else cells
+    # a clip needs the sampled token alone, whatever else the rows carry
+    partition = "binary" if rule.direction == "clip" else rule.partition
+    cells = build(rows, partition, rule.support) if cells is None else cells
     advantages = rows.advantages
     unmoved = advantages == 0
     if rule.direction == "clip":

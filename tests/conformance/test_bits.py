@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import binom
 
 from pdverify.batch import Batch
+from pdverify.budgets import Budgets
 from pdverify.cases import build
 from pdverify.cases.designed import designed_rows
 from pdverify.conformance.bits import (
@@ -20,6 +21,7 @@ from pdverify.conformance.bits import (
     plain_signs,
     wilson,
 )
+from pdverify.formats import FORMATS
 
 SIZE = {"vocab_size": 65, "top_k": 8}
 
@@ -45,20 +47,9 @@ def coefficient(batch: Batch) -> np.ndarray:
 
 
 def beta(batch: Batch) -> np.ndarray:
-    """First-order budget of the plain form per unit roundoff: exp, normalizer, sums, products."""
-    tokens, (dz, pi), (dy, mu) = _policies(batch)
-    kappa, c = 4, math.ceil(math.log2(batch.vocab_size)) + 2
-
-    def relative(shifted, p):
-        log_sum = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-        whole = (p * np.abs(shifted)).sum(-1, keepdims=True) + kappa * (1 + log_sum) + c
-        return np.abs(shifted) + np.abs(shifted - log_sum) + whole + kappa
-
-    rho, sigma = relative(dz, pi), relative(dy, mu)
-    own = tokens[:, None]
-    local = (np.take_along_axis(pi * (rho + 2) + mu * (sigma + 2), own, axis=-1))[:, 0]
-    products = pi * mu * (rho + sigma) + 2 * pi**2 * rho + (c + 2) * (pi * mu + pi**2)
-    return local + products.sum(axis=-1)
+    """Budget of the plain form per unit roundoff."""
+    unit = FORMATS["fp32"].unit_roundoff
+    return Budgets(batch.rows(), "full", "append", unit, "plain").coefficient("kl") / unit
 
 
 def rounded_signs(batch: Batch, dtype: object) -> np.ndarray:

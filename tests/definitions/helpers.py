@@ -26,7 +26,7 @@ def one_token(
     listed = np.array(ids, dtype=np.int64)
     return Batch(
         tokens=np.array([[k]]),
-        advantages=np.array([[advantage]]),
+        advantages=np.array([[advantage]], dtype=np.float64),
         response_mask=np.ones((1, 1), dtype=bool),
         vocab_size=len(mu),
         logits=z[None, None],

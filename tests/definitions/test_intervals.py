@@ -70,3 +70,26 @@ def test_it_needs_a_topk_view():
     sampled = replace(batch, topk_ids=None, topk_logprobs=None)
     with pytest.raises(InputError, match="top-K view"):
         coefficient_interval(sampled.rows(), build(sampled.rows(), "binary"))
+
+
+def test_a_list_that_ends_in_zero_probability_leaves_nothing():
+    mu = (0.5, 0.25, 0.25, 0.0, 0.0)
+    rows = one_token(mu=mu, k=0, ids=(0, 1, 2, 3)).rows()
+    # stored log-probs that leave a little mass to nobody: the cap is raised to fit it
+    rows.topk_logprobs[0, :3] -= 2.0**-20
+    cells = build(rows, "topk")
+    assert cells.mu_tail > 0
+    low, high = coefficient_interval(rows, cells)
+    assert np.isfinite(low).all()
+    assert (low <= high).all()
+    assert (high - low <= cells.mu_tail).all()
+
+
+def test_a_replaced_last_entry_is_no_cap():
+    rows = one_token(k=4, ids=(0, 4)).rows()
+    low, high = coefficient_interval(rows, build(rows, "topk", "replace"))
+    full = coefficient(build(rows, "full"), "kl", None)
+    assert low < full < high
+    alone = one_token(k=4, ids=(4,)).rows()
+    low, high = coefficient_interval(alone, build(alone, "topk", "replace"))
+    assert low < full < high

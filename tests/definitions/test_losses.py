@@ -129,15 +129,17 @@ def test_logits_are_needed():
         policy_loss(batch, np.ones((1, 1), dtype=bool))
 
 
-@pytest.mark.parametrize("name", EDGE_CASES)
-def test_edge_case_losses(name):
-    case = EDGE_CASES[name]
-    for right in case.right:
-        if right.quantity not in ("loss", "loss-gradient"):
-            continue
-        keep = np.ones(case.batch.tokens.shape, dtype=bool)
-        loss, gradient = policy_loss(case.batch, keep)
-        picked = loss if right.quantity == "loss" else gradient
-        value = picked[case.batch.response_mask].ravel()
-        expected = np.array([float(v) for v in right.values])
-        np.testing.assert_allclose(value, expected, rtol=64 * 2.0**-53, atol=2.0**-60)
+def test_edge_case_of_a_huge_log_ratio():
+    case = EDGE_CASES["huge-log-ratio"]
+    right = {r.quantity: [float(v) for v in r.values] for r in case.right}
+    (decision,) = case.decisions
+    # the same training log-prob of the sampled token, as logits: the other token has the rest
+    pi_k = np.exp(case.batch.logprobs.astype(np.float64))
+    logits = np.log(np.stack([pi_k, 1 - pi_k], axis=-1))
+    batch = replace(case.batch, vocab_size=2, logits=logits, logprobs=None)
+    keep = np.array([decision.keep])
+    loss, _ = policy_loss(batch, keep)
+    np.testing.assert_allclose(loss[0], right["loss"], rtol=16 * 2.0**-53)
+    _, gradient = policy_loss(batch, keep, aggregation="token-mean")
+    slope = np.array(right["loss-gradient"]) * (1 - pi_k[0])
+    np.testing.assert_allclose(gradient[0, :, 0], slope, rtol=16 * 2.0**-53)
