@@ -235,8 +235,15 @@ def _check_shapes(batch: Batch) -> None:
 
 
 def _check_logits(batch: Batch, name: str, logits: FloatArray) -> None:
+    stored = FORMATS[batch.dtype]
     for b, position in np.argwhere(batch.response_mask):
         row = logits[b, position]
+        if row.dtype != stored.dtype:
+            moved = ~np.isnan(row) & (stored.round(row) != row)
+            if moved.any():
+                j = int(np.argmax(moved))
+                place = (int(b), int(position), j)
+                raise InputError(name, place, float(row[j]), f"not a value of {batch.dtype}")
         if np.isfinite(row).all():
             continue
         bad = np.isnan(row) | np.isposinf(row)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pdverify.backends import BACKENDS, Backend, Bound
 from pdverify.batch import Batch, Rows
 from pdverify.budgets import Budgets
-from pdverify.cases import FAMILIES, designed_rows
+from pdverify.cases import FAMILIES, designed_rows, replace_last
 from pdverify.cases import build as build_family
 from pdverify.conformance.bits import Share, effective_bits, wilson
 from pdverify.conformance.records import (
@@ -249,6 +249,9 @@ def check_builtins(
         for size, dtype in SIZES[level]:
             make = partial(build_family, family, seed=seed, vocab_size=size, dtype=dtype)
             jobs.append(_Job(f"{family}, V = {size}, {dtype}", "family", make, runnable, delta))
+    if families is None:
+        make = partial(_replaced, seed)
+        jobs.append(_Job("sampled-outside, replace", "family", make, runnable, delta))
     results = _run(jobs, workers, progress)
     tallies = {entry: _Tally() for entry in entries}
     for result in results:
@@ -304,6 +307,11 @@ def _one_thread() -> None:
 
 def _given(batch: Batch) -> Batch:
     return batch
+
+
+def _replaced(seed: int) -> Batch:
+    """Lists in which a sampled token from outside has taken the last place."""
+    return replace_last(build_family("sampled-outside", seed=seed))
 
 
 def _designed_jobs(

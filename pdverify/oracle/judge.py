@@ -60,7 +60,9 @@ class Enclosure:
 
     @property
     def mid(self) -> FloatArray:
-        return self.low + (self.high - self.low) / 2 if len(self.low) else self.low
+        """`[T]`: the middle of each enclosure; NaN where it is not finite."""
+        with np.errstate(invalid="ignore"):
+            return self.low + (self.high - self.low) / 2
 
 
 @dataclass(frozen=True)
