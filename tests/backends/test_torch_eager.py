@@ -13,7 +13,6 @@ import torch
 
 from pdverify.backends import torch_eager
 from pdverify.batch import Batch
-from pdverify.budgets import Budgets
 from pdverify.cases import EDGE_CASES, FAMILIES, replace_last
 from pdverify.cases import build as family
 from pdverify.definitions import _formulas, losses, masks
@@ -23,7 +22,7 @@ from pdverify.definitions.masks import MASKS
 from pdverify.formats import FORMATS
 from pdverify.oracle import Judge
 from pdverify.rules import Rule
-from tests.definitions.helpers import one_token, padded_batch
+from tests.definitions.helpers import StrictBudgets, one_token, padded_batch
 
 BEHAVIOR = ("behavior_logits", "behavior_logprobs", "topk_ids", "topk_logprobs")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,7 +59,7 @@ def check_values(batch: Batch, partition: str) -> None:
     cells, judge = build(rows, partition), Judge(rows)
     with np.errstate(all="ignore"):
         for compute, unit in UNITS.items():
-            budgets = Budgets(rows, partition, "append", unit, "complement", cells)
+            budgets = StrictBudgets(rows, partition, "append", unit, "complement", cells)
             options = {"compute_dtype": compute, "partition": partition, **behavior(batch)}
             for name in DIVERGENCES:
                 truth = judge.divergence(name, partition)
@@ -408,7 +407,7 @@ def test_a_divergence_without_a_stable_form(monkeypatch):
     for partition in TAILS:
         options = {"compute_dtype": torch.float64, "partition": partition, **behavior(batch)}
         cells = build(rows, partition)
-        budgets = Budgets(rows, partition, "append", 2.0**-53, "complement", cells)
+        budgets = StrictBudgets(rows, partition, "append", 2.0**-53, "complement", cells)
         d = torch_eager.divergence(*inputs(batch), name="twice-tv", **options).numpy()[valid]
         c = torch_eager.coefficient(*inputs(batch), name="twice-tv", **options).numpy()[valid]
         # both sides round: twice the budget

@@ -118,7 +118,8 @@ def test_72_tokens_separate_8_from_24_bits():
     rng = np.random.default_rng(2)
     for _ in range(50):
         low, high = (effective_bits(*simulated(rng, bits, 72)) for bits in (8, 24))
-        assert low.high < high.low
+        # without a mistake among 72 tokens there is a lower limit alone
+        assert low.high < (high.at_least if high.low is None else high.low)
 
 
 def test_without_a_mistake_the_limit_of_the_test_set_is_reported():

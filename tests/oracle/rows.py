@@ -71,6 +71,7 @@ def make_rows(
         behavior_logprobs=np.take_along_axis(stored, tokens[:, None], axis=1)[:, 0][None],
         topk_ids=ids[None],
         topk_logprobs=np.take_along_axis(stored, ids, axis=1)[None],
+        dtype="fp64",
         logprob_dtype=logprob_dtype,
     ).rows()
 
@@ -97,5 +98,6 @@ def literal(
         behavior_logprobs=y[None, None, token],
         topk_ids=ids[None, None],
         topk_logprobs=y[ids][None, None],
+        dtype="fp64",
         logprob_dtype=logprob_dtype,
     ).rows()

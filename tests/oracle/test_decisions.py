@@ -485,6 +485,7 @@ def test_a_full_support_has_no_tail():
         behavior_logprobs=y[None, :, 2],
         topk_ids=np.array([[[0, 1]]]),
         topk_logprobs=y[None, :, :2],
+        dtype="fp64",
         logprob_dtype="fp64",
     ).rows()
     pi, mu = Judge(rows).tail_mass()
