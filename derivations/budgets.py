@@ -16,7 +16,6 @@ from derivations.rows import Family, Float32, Float64, TopK, at, without
 from pdverify.batch import Rows
 from pdverify.budgets import Budgets, Form
 from pdverify.oracle.float_balls import FloatBall
-from pdverify.rules import Partition
 
 UNIT = 2.0**-24
 FORMS: tuple[Form, ...] = ("plain", "complement")
@@ -52,13 +51,27 @@ def judged(rows: Family, view: TopK | None) -> Rows:
     )
 
 
-def budgets(rows: Family, view: TopK | None) -> dict[Form, Budgets]:
-    """The budgets of both forms."""
-    partition: Partition = "full" if view is None else "topk"
+Both = dict[Form, Budgets]
+
+
+def budgets(rows: Family, view: TopK) -> tuple[Both, Both]:
+    """The budgets of both forms, in the full and in the top-K view.
+
+    What does not depend on the form or the view is taken over from the first: four times the
+    softmaxes of the same rows would cost more than all the rest.
+    """
+    given = judged(rows, None)
+    first = Budgets(given, "full", "append", UNIT, "plain")
+    first._others  # noqa: B018  (fills the caches)
+    common = ("_log_training", "_training", "_behavior", "_others")
+    second = Budgets(given, "full", "append", UNIT, "complement", first.cells)
+    vars(second).update({name: vars(first)[name] for name in common})
     given = judged(rows, view)
-    one = Budgets(given, partition, "append", UNIT, "plain")
-    two = Budgets(given, partition, "append", UNIT, "complement", one.cells)
-    return {"plain": one, "complement": two}
+    third = Budgets(given, "topk", "append", UNIT, "plain")
+    fourth = Budgets(given, "topk", "append", UNIT, "complement", third.cells)
+    for coarse in (third, fourth):
+        vars(coarse).update({name: vars(first)[name] for name in common[:2]})
+    return {"plain": first, "complement": second}, {"plain": third, "complement": fourth}
 
 
 def softmax_terms(logits: Float32) -> tuple[Float32, Float32]:
@@ -104,10 +117,15 @@ def enclosed_complement_form(h: FloatBall, pi: FloatBall, k: NDArray[np.int64]) 
 
 
 def compared_full(
-    rows: Family, c: FloatBall, d: FloatBall, log_pi: FloatBall, log_mu: FloatBall, others: bool
+    rows: Family,
+    both: Both,
+    c: FloatBall,
+    d: FloatBall,
+    log_pi: FloatBall,
+    log_mu: FloatBall,
+    others: bool,
 ) -> Iterator[Compared]:
     """Forward KL in the full view; with `others` reverse KL and total variation too."""
-    both = budgets(rows, None)
     (log_p, p), (log_m, m) = softmax_terms(rows.z), softmax_terms(rows.y)
     k, place = rows.k, (np.arange(len(rows.k)), rows.k)
     gap = log_p - log_m
@@ -150,6 +168,7 @@ def compared_full(
 def compared_top_k(
     rows: Family,
     view: TopK,
+    both: Both,
     log_pi: FloatBall,
     truth: dict[str, FloatBall],
     resolved: NDArray[np.bool_],
@@ -159,7 +178,6 @@ def compared_top_k(
     Tails by `1 - sum`, by `1 - sum` for mu alone, and as the backends take them.  `resolved`: the
     rows where `1 - sum` has any digit of pi_T; elsewhere its D is not compared.
     """
-    both = budgets(rows, view)
     log_all, p_all = softmax_terms(rows.z)
     y, place = at(view.y, view.own), (np.arange(len(rows.k)), rows.k)
     gap = log_pi[place] - FloatBall.exact(y)

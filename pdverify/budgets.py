@@ -114,9 +114,10 @@ class Budgets:
         """Retained behavior mass above 1, `[T]`, which storage rounding can leave.
 
         Forms that agree for `sum mu = 1` then part by up to `excess` (centered and classical
-        cells of D) or `excess (pi_k + n2)` (C with the mean moment `-sum mu` taken as -1).
+        cells of D) or `excess (pi_k + n2)` (C with the mean moment `-sum mu` taken as -1).  The
+        complement form takes the classical cells of the masses as they are: no allowance.
         """
-        if self.cells.ids is None:
+        if self.cells.ids is None or self.form == "complement":
             return np.zeros(len(self.rows))
         return np.asarray(np.maximum(self.cells.mu.sum(-1) - 1, 0.0))
 

@@ -330,6 +330,30 @@ def test_lower_precision_breaks_the_rounding_bounds(monkeypatch: pytest.MonkeyPa
     assert min(worst[name] for name in ("policy", "plain", "complement", "divergence")) > 1
 
 
+def test_too_small_judged_budgets_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = rounding.budgets
+
+    def small(*arguments: Any) -> Any:
+        views = honest(*arguments)
+        for judged in (each for view in views for each in view.values()):
+            judged.unit /= 1000
+            for cached in ("_log_training", "_training", "_behavior", "_others"):
+                vars(judged).pop(cached, None)
+        return views
+
+    worst = rounding.chunk_ratios(rows=8, size=300, seed=0)
+    monkeypatch.setattr(rounding, "experiment", lambda: worst)
+    STATEMENTS["rounding.budgets"].proof()
+    monkeypatch.setattr(rounding, "budgets", small)
+    planted = rounding.chunk_ratios(rows=8, size=300, seed=0)
+    judged = [value for name, value in planted.items() if name.startswith("budget of")]
+    assert judged
+    assert min(judged) > 1
+    monkeypatch.setattr(rounding, "experiment", lambda: planted)
+    with pytest.raises(Refuted, match="budget"):
+        STATEMENTS["rounding.budgets"].proof()
+
+
 def test_violated_rounding_bound_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "experiment", lambda: {"plain": 1.5})
     with pytest.raises(Refuted, match="plain"):

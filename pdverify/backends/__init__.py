@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from numpy.typing import NDArray
-
-from pdverify.batch import Batch
 from pdverify.registry import Registry
-from pdverify.rules import Partition, Rule, Tail
+
+if TYPE_CHECKING:  # a trainer imports a torch backend with torch alone
+    from numpy.typing import NDArray
+
+    from pdverify.batch import Batch
+    from pdverify.rules import Partition, Rule, Tail
 
 Form: TypeAlias = Literal["plain", "complement"]
 
@@ -95,7 +97,7 @@ BACKENDS.add(
     Backend(
         "numpy",
         "the definitions, float64",
-        "plain",
+        "complement",
         ("fp64",),
         lambda: ("cpu",),
         _available,

@@ -38,10 +38,12 @@ class BoundTorch:
         self._tokens = tensor(np.where(valid, batch.tokens, 0))
         self._advantages = tensor(batch.advantages)
         self._valid = tensor(valid)
+        ids = batch.topk_ids
+        ids = None if ids is None else np.where(valid[..., None], ids, 0)
         self._behavior: dict[str, Tensor | None] = {
             "behavior_logits": tensor(batch.behavior_logits, logits),
             "behavior_logprobs": tensor(batch.behavior_logprobs),
-            "topk_ids": tensor(batch.topk_ids),
+            "topk_ids": tensor(ids),
             "topk_logprobs": tensor(batch.topk_logprobs),
         }
         # entries that differ in the tail or the rule alone share these

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -30,6 +30,12 @@ from torch import Tensor
 from pdverify.rules import Partition, Rule, Tail
 
 Aggregation: TypeAlias = Literal["none", "token-mean", "sequence-mean", "fixed-length"]
+CPU_BLOCK = 2**18
+"""Logits per block of rows on a CPU: the temporaries of a block stay in its cache."""
+
+DEVICE_BLOCK = 2**27
+"""Logits per block of rows elsewhere, which bounds the memory of the temporaries."""
+
 CellFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -264,45 +270,70 @@ def _coarse_cells(
     )
 
 
-def _cells(
-    logits: Tensor,
-    tokens: Tensor,
-    partition: Partition,
-    tail: Tail | None,
-    behavior_logits: Tensor | None,
-    behavior_logprobs: Tensor | None,
-    topk_ids: Tensor | None,
-    topk_logprobs: Tensor | None,
-    compute_dtype: torch.dtype,
-) -> _Cells:
-    if logits.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"logits.shape = {tuple(logits.shape)}: expected {(*tokens.shape, 'V')}, from tokens"
-        )
-    pi = _policy(logits, compute_dtype)
-    if partition == "full":
-        if behavior_logits is None:
-            raise ValueError("behavior_logits = None: the full view needs it")
-        if behavior_logits.shape != logits.shape:
-            raise ValueError(
-                f"behavior_logits.shape = {tuple(behavior_logits.shape)}: "
-                f"expected {tuple(logits.shape)}, from logits"
-            )
-        return _full_cells(pi, tokens, _policy(behavior_logits, compute_dtype))
-    if behavior_logprobs is None:
-        raise ValueError(f"behavior_logprobs = None: the {partition} view needs it")
-    log_mu_k = behavior_logprobs.to(compute_dtype)
-    if partition == "binary":
-        ids = tokens[..., None]
-        return _coarse_cells(pi, tokens, log_mu_k, ids, log_mu_k[..., None], tail)
-    if topk_ids is None or topk_logprobs is None:
-        raise ValueError("topk_ids, topk_logprobs = None: the topk view needs both")
-    if topk_ids.shape != topk_logprobs.shape or topk_ids.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"topk_ids.shape = {tuple(topk_ids.shape)}, topk_logprobs.shape = "
-            f"{tuple(topk_logprobs.shape)}: expected {(*tokens.shape, 'K')} for both"
-        )
-    return _coarse_cells(pi, tokens, log_mu_k, topk_ids, topk_logprobs.to(compute_dtype), tail)
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of one call; `rows` checks them and flattens the leading dimensions."""
+
+    logits: Tensor
+    tokens: Tensor
+    partition: Partition
+    behavior_logits: Tensor | None
+    behavior_logprobs: Tensor | None
+    topk_ids: Tensor | None
+    topk_logprobs: Tensor | None
+    compute_dtype: torch.dtype
+
+    def rows(self) -> _Inputs:
+        """Logits as `[T, V]`, the rest alike; raises what `divergence` says."""
+        lead, size = self.tokens.shape, self.logits.shape[-1]
+        wanted: dict[str, tuple[int | str, ...]] = {"logits": (*lead, size)}
+        if self.partition == "full":
+            wanted["behavior_logits"] = (*lead, size)
+        else:
+            wanted["behavior_logprobs"] = tuple(lead)
+        if self.partition == "topk":
+            listed = None if self.topk_ids is None else self.topk_ids.shape[-1]
+            wanted["topk_ids"] = wanted["topk_logprobs"] = (*lead, listed or "K")
+        flat: dict[str, Tensor] = {"tokens": self.tokens.reshape(-1)}
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tensor is None:
+                raise ValueError(f"{name} = None: the {self.partition} view needs it")
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}.shape = {tuple(tensor.shape)}: expected {shape}")
+            flat[name] = tensor.reshape(-1, *tensor.shape[len(lead) :])
+        return replace(self, **flat)  # type: ignore[arg-type]
+
+    def take(self, rows: slice) -> _Inputs:
+        """A block of the flattened rows."""
+        tensors = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+def _by_blocks(inputs: _Inputs, function: Callable[[_Inputs, slice], Tensor]) -> Tensor:
+    """`function` on blocks of rows whose temporaries fit the cache, joined: `[B, L]`."""
+    flat = inputs.rows()
+    count, size = flat.logits.shape
+    step = max(1, (CPU_BLOCK if flat.logits.device.type == "cpu" else DEVICE_BLOCK) // size)
+    blocks = [slice(start, start + step) for start in range(0, count, step)]
+    parts = [function(flat.take(block), block) for block in blocks]
+    return torch.cat(parts).reshape(inputs.tokens.shape)
+
+
+def _cells(inputs: _Inputs, tail: Tail | None) -> _Cells:
+    """The cells of one block of rows."""
+    pi, tokens = _policy(inputs.logits, inputs.compute_dtype), inputs.tokens
+    if inputs.partition == "full":
+        assert inputs.behavior_logits is not None
+        return _full_cells(pi, tokens, _policy(inputs.behavior_logits, inputs.compute_dtype))
+    assert inputs.behavior_logprobs is not None
+    log_mu_k = inputs.behavior_logprobs.to(inputs.compute_dtype)
+    if inputs.partition == "binary":
+        return _coarse_cells(pi, tokens, log_mu_k, tokens[:, None], log_mu_k[:, None], tail)
+    assert inputs.topk_ids is not None
+    assert inputs.topk_logprobs is not None
+    log_mu = inputs.topk_logprobs.to(inputs.compute_dtype)
+    return _coarse_cells(pi, tokens, log_mu_k, inputs.topk_ids, log_mu, tail)
 
 
 def _divergence(cells: _Cells, name: str) -> Tensor:
@@ -367,18 +398,17 @@ def divergence(
 
     Source: arXiv 2607.10848; `docs/formulas.md`.
     """
-    cells = _cells(
+    inputs = _Inputs(
         logits,
         tokens,
         partition,
-        "exact",
         behavior_logits,
         behavior_logprobs,
         topk_ids,
         topk_logprobs,
         compute_dtype,
     )
-    return _divergence(cells, name)
+    return _by_blocks(inputs, lambda block, _: _divergence(_cells(block, "exact"), name))
 
 
 @torch.no_grad()
@@ -405,18 +435,17 @@ def coefficient(
     """
     if tail == "bracket":
         raise ValueError("tail = bracket: a bracket has two coefficients; ask for each end")
-    cells = _cells(
+    inputs = _Inputs(
         logits,
         tokens,
         partition,
-        tail,
         behavior_logits,
         behavior_logprobs,
         topk_ids,
         topk_logprobs,
         compute_dtype,
     )
-    return _coefficient(cells, name)
+    return _by_blocks(inputs, lambda block, _: _coefficient(_cells(block, tail), name))
 
 
 @torch.no_grad()
@@ -456,34 +485,35 @@ def keep_mask(
     if partition != "full" and behavior_logprobs is None and behavior_logits is not None:
         behavior = _policy(behavior_logits, compute_dtype)
         behavior_logprobs = behavior.log_prob(tokens[..., None])[..., 0]
-    sign = advantages.sign().to(compute_dtype)
+    inputs = _Inputs(
+        logits,
+        tokens,
+        partition,
+        behavior_logits,
+        behavior_logprobs,
+        topk_ids,
+        topk_logprobs,
+        compute_dtype,
+    )
+    moved = advantages.reshape(-1).to(compute_dtype)
+    kept = _by_blocks(inputs, lambda block, rows: _keeps(block, rule, moved[rows]))
+    return valid & (kept | (advantages == 0))
 
-    def cells(tail: Tail | None) -> _Cells:
-        return _cells(
-            logits,
-            tokens,
-            partition,
-            tail,
-            behavior_logits,
-            behavior_logprobs,
-            topk_ids,
-            topk_logprobs,
-            compute_dtype,
-        )
 
+def _keeps(inputs: _Inputs, rule: Rule, advantages: Tensor) -> Tensor:
+    """Whether a rule keeps each row of a block; rows with A = 0 are left to the caller."""
+    sign = advantages.sign()
     if rule.direction == "clip":
-        gap = cells("exact").gap_k
-        kept = torch.where(
-            sign > 0, gap <= math.log1p(rule.clip_high), gap >= _log_or_minus_inf(1 - rule.clip_low)
-        )
-        return valid & (kept | (sign == 0))
+        gap = _cells(inputs, "exact").gap_k
+        low = _log_or_minus_inf(1 - rule.clip_low)
+        return torch.where(sign > 0, gap <= math.log1p(rule.clip_high), gap >= low)
     ends: tuple[Tail | None, ...] = (
         ("aggregated", "uniform") if rule.tail == "bracket" else (rule.tail,)
     )
-    kept = torch.zeros_like(valid)
+    kept = torch.zeros_like(sign, dtype=torch.bool)
     for tail in ends:
-        kept |= _end_keeps(cells(tail), rule, sign, advantages.to(compute_dtype))
-    return valid & (kept | (sign == 0))
+        kept |= _end_keeps(_cells(inputs, tail), rule, sign, advantages)
+    return kept
 
 
 def _log_or_minus_inf(x: float) -> float:

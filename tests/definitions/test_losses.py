@@ -136,7 +136,7 @@ def test_edge_case_of_a_huge_log_ratio():
     # the same training log-prob of the sampled token, as logits: the other token has the rest
     pi_k = np.exp(case.batch.logprobs.astype(np.float64))
     logits = np.log(np.stack([pi_k, 1 - pi_k], axis=-1))
-    batch = replace(case.batch, vocab_size=2, logits=logits, logprobs=None)
+    batch = replace(case.batch, vocab_size=2, logits=logits, logprobs=None, dtype="fp64")
     keep = np.array([decision.keep])
     loss, _ = policy_loss(batch, keep)
     # the case states the ratio form -A r; the score-function form is -A r log pi_k

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pdverify.backends import numpy_reference, torch_eager
-from pdverify.definitions import _formulas, losses, masks
+from pdverify.definitions import _formulas, masks
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -31,26 +31,29 @@ class Fault:
         plant: puts the fault in place.
         families: input families on which it shows.
         fails: globs of the entries that must fail; every other one must pass.
-        quantity: what the counterexamples are about.
+        quantity: what the counterexamples are about; empty: the entry's message tells, and there
+            is no single token to show.
+        message: part of the entry's message.
     """
 
     name: str
     plant: Plant
     families: tuple[str, ...]
     fails: tuple[str, ...]
-    quantity: tuple[str, ...]
+    quantity: tuple[str, ...] = ()
+    message: str = ""
 
 
 FAULTS: list[Fault] = []
 
 
 def fault(
-    *families: str, fails: tuple[str, ...], quantity: tuple[str, ...]
+    *families: str, fails: tuple[str, ...], quantity: tuple[str, ...] = (), message: str = ""
 ) -> Callable[[Plant], Plant]:
     """Register a planting function under its own name."""
 
     def register(plant: Plant) -> Plant:
-        FAULTS.append(Fault(plant.__name__, plant, families, fails, quantity))
+        FAULTS.append(Fault(plant.__name__, plant, families, fails, quantity, message))
         return plant
 
     return register
@@ -71,8 +74,8 @@ def _change_cells(patch: Patch, change: Callable[[torch_eager._Cells], dict[str,
 
 
 TOPK = ("torch-eager/*/topk*",)
+COARSE = ("torch-eager/dppo-*", *TOPK)
 PREDICTIVE = ("torch-eager/predictive-*",)
-PREDICTIVE_TOPK = ("torch-eager/predictive-*/topk/*",)
 EVERYTHING = ("torch-eager/*",)
 
 
@@ -129,7 +132,7 @@ def proximity_missing(patch: Patch) -> None:
     _wrap(patch, torch_eager, "_end_keeps", changed)
 
 
-@fault("tail-conflict", fails=TOPK, quantity=("keep", "coefficient", "divergence"))
+@fault("tail-conflict", fails=COARSE, quantity=("keep", "coefficient", "divergence"))
 def behavior_tail_ignored(patch: Patch) -> None:
     def change(cells: Any) -> dict[str, Any]:
         none = torch.zeros_like(cells.mu_tail)
@@ -138,7 +141,7 @@ def behavior_tail_ignored(patch: Patch) -> None:
     _change_cells(patch, change)
 
 
-@fault("tail-conflict", fails=TOPK, quantity=("keep", "coefficient", "divergence"))
+@fault("tail-conflict", fails=COARSE, quantity=("keep", "coefficient", "divergence"))
 def training_tail_ignored(patch: Patch) -> None:
     def change(cells: Any) -> dict[str, Any]:
         none = torch.zeros_like(cells.mu_tail)
@@ -148,9 +151,9 @@ def training_tail_ignored(patch: Patch) -> None:
 
 
 @fault(
-    "behavior-tail",
-    fails=("torch-eager/*-kl*/topk*", "torch-eager/predictive-reverse-kl/topk/*"),
-    quantity=("keep", "coefficient", "divergence"),
+    "training-no-tail",
+    fails=("torch-eager/predictive-kl*/topk/*",),
+    quantity=("keep", "divergence"),
 )
 def log_of_tail_mass_clamped(patch: Patch) -> None:
     def change(cells: Any) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def aggregated_where_exact_is_asked(patch: Patch) -> None:
 
 
 @fault(
-    "sampled-outside",
+    "flat",
     fails=("torch-eager/predictive-*/topk/uniform", "torch-eager/predictive-*/topk/bracket"),
     quantity=("coefficient", "keep"),
 )
@@ -354,7 +357,7 @@ def dropped_tokens_contribute(patch: Patch) -> None:
     _wrap(patch, torch_eager, "policy_loss", changed)
 
 
-@fault("far-apart", fails=EVERYTHING, quantity=("loss", "gradient"))
+@fault("temperature", fails=EVERYTHING, quantity=("loss", "gradient"))
 def ratio_cap_ignored(patch: Patch) -> None:
     def changed(original: Any, *args: Any, ratio_cap: float, **rest: Any) -> Any:
         return original(*args, ratio_cap=math.inf, **rest)
@@ -372,10 +375,12 @@ def ratio_missing_from_the_loss(patch: Patch) -> None:
 
 @fault("zipf", fails=EVERYTHING, quantity=("loss", "gradient"))
 def sign_of_the_loss(patch: Patch) -> None:
-    _wrap(patch, torch_eager, "policy_loss", lambda original, *args, **rest: -original(*args, **rest))
+    _wrap(
+        patch, torch_eager, "policy_loss", lambda original, *args, **rest: -original(*args, **rest)
+    )
 
 
-@fault("padding", fails=EVERYTHING, quantity=("loss", "gradient"))
+@fault("padding", fails=EVERYTHING, message="a dropped or padded place contributes")
 def loss_gradient_poisoned_by_padding(patch: Patch) -> None:
     def changed(original: Any, logits: Any, *args: Any, response_mask: Any, **rest: Any) -> Any:
         loss = original(logits, *args, response_mask=response_mask, **rest)
@@ -385,7 +390,7 @@ def loss_gradient_poisoned_by_padding(patch: Patch) -> None:
     _wrap(patch, torch_eager, "policy_loss", changed)
 
 
-@fault("padding", fails=EVERYTHING, quantity=("loss", "gradient"))
+@fault("padding", fails=EVERYTHING, message="a dropped or padded place contributes")
 def loss_ignores_the_response_mask(patch: Patch) -> None:
     def changed(original: Any, logits: Any, *args: Any, response_mask: Any, **rest: Any) -> Any:
         return original(logits, *args, response_mask=None, **rest)
@@ -393,7 +398,7 @@ def loss_ignores_the_response_mask(patch: Patch) -> None:
     _wrap(patch, torch_eager, "policy_loss", changed)
 
 
-@fault("padding", fails=EVERYTHING, quantity=("keep",))
+@fault("padding", fails=EVERYTHING, message="keeps padding")
 def padding_kept(patch: Patch) -> None:
     def changed(original: Any, *args: Any, response_mask: Any, **rest: Any) -> Any:
         return original(*args, response_mask=response_mask, **rest) | ~response_mask
@@ -414,7 +419,7 @@ def thresholds_of_the_two_signs_swapped(patch: Patch) -> None:
     _wrap(patch, torch_eager, "_end_keeps", changed)
 
 
-@fault("near-equal", fails=("torch-eager/ppo-clip/*",), quantity=("keep",))
+@fault("zipf", fails=("torch-eager/ppo-clip/*",), quantity=("keep",))
 def clip_bounds_swapped(patch: Patch) -> None:
     def changed(original: Any, *args: Any, rule: Any, **rest: Any) -> Any:
         swapped = replace(rule, clip_low=rule.clip_high, clip_high=rule.clip_low)
@@ -431,7 +436,7 @@ def step_size_ignored(patch: Patch) -> None:
     _wrap(patch, torch_eager, "_end_keeps", changed)
 
 
-@fault("padding", fails=EVERYTHING, quantity=("loss", "gradient"))
+@fault("padding", fails=EVERYTHING, message="the loss aggregated by")
 def token_mean_counts_padding(patch: Patch) -> None:
     def changed(original: Any, loss: Any, valid: Any, aggregation: str) -> Any:
         return original(loss, torch.ones_like(valid), aggregation)
@@ -447,9 +452,7 @@ def numpy_sign_of_the_coefficient(patch: Patch) -> None:
     _wrap(patch, masks, "coefficient", lambda original, *args: -original(*args))
 
 
-@fault(
-    "tail-conflict", fails=("numpy/predictive-*/topk/exact",), quantity=("keep", "coefficient")
-)
+@fault("tail-conflict", fails=("numpy/predictive-*/topk/exact",), quantity=("keep", "coefficient"))
 def numpy_tail_collision_mass_missing(patch: Patch) -> None:
     def changed(original: Any, *args: Any) -> Any:
         return original(*args[:-1], np.zeros_like(args[-1]))
@@ -466,11 +469,8 @@ def numpy_keeps_everything_it_should_drop(patch: Patch) -> None:
 
 
 @fault("zipf", fails=("numpy/*",), quantity=("loss", "gradient"))
-def numpy_loss_without_the_ratio_cap(patch: Patch) -> None:
+def numpy_ratio_capped_too_low(patch: Patch) -> None:
     def changed(original: Any, *args: Any, ratio_cap: float, **rest: Any) -> Any:
         return original(*args, ratio_cap=1e-3, **rest)
 
     _wrap(patch, numpy_reference, "policy_loss", changed)
-
-
-_ = losses
