@@ -486,7 +486,7 @@ def plain_budget() -> None:
     r"+\sum_{i\ne k}|\mu_i-\pi_i|\Bigl(\pi_i\rho_i+\sum_{j\ne k}\pi_j\rho_j+cu\varepsilon\Bigr)"
     r"+u(c+3)\sum_{i\ne k}W_i|\mu_i-\pi_i|\Bigr\},\\ W_i=\varepsilon+\pi_i\end{gathered}",
     how=EXPERIMENT,
-    used="budgets of the project's own backends",
+    used="`rounding.top-k`; the backends take the form of the moments instead (`rounding.budgets`)",
 )
 def complement_budget() -> None:
     """The difference of a product: W (error of mu - pi) + |mu - pi| (error of W) + rounding.  The
@@ -596,6 +596,9 @@ def judged_budgets() -> None:
     as far as it rises at the reflected point.  The reflection of t e^-x is in the box, since
     2 - e^-x <= e^x; that of t e^x may pass the lower end, where the chord costs a factor
     s / s_0 <= e^g, s_0 = t (1 - e^-g), which the 1.01 holds.  So the worse end bounds both signs.
+    For a tail of mass below tau the lower end is cut at 0, and the minimum of m log(m / pi_T), at
+    m = pi_T / e, is covered by the added tau: with x = pi_T / e >= m the fall is
+    x - m (1 + log(x / m)) <= x - m <= tau where x is in the box.
     Ties of total variation: f' = sign(t - 1) / 2, anything in [-1/2, 1/2] at t = 1, is monotone as
     well; where the box holds t = 1 the end beyond has the other sign and the whole jump is counted,
     elsewhere none.  Tail: mu_T is known to an absolute tau, so mu_T + tau and max(mu_T - tau, 0)

@@ -357,7 +357,7 @@ def dropped_tokens_contribute(patch: Patch) -> None:
     _wrap(patch, torch_eager, "policy_loss", changed)
 
 
-@fault("temperature", fails=EVERYTHING, quantity=("loss", "gradient"))
+@fault("k-almost-all", fails=EVERYTHING, quantity=("loss", "gradient"))
 def ratio_cap_ignored(patch: Patch) -> None:
     def changed(original: Any, *args: Any, ratio_cap: float, **rest: Any) -> Any:
         return original(*args, ratio_cap=math.inf, **rest)

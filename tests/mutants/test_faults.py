@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 
 from pdverify.cases import FAMILIES as REGISTERED
+from pdverify.conformance import builtin
 from pdverify.conformance.builtin import check_builtins
 from pdverify.conformance.records import Report
 from tests.mutants.faults import FAULTS, Fault
@@ -26,6 +27,12 @@ ENTRIES = (
     "numpy/predictive-kl/topk/exact",
     "numpy/predictive-tv/full",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch per family: enough to show a fault, and quick."""
+    monkeypatch.setattr(builtin, "SIZES", {"quick": ((257, "fp32"),)})
 
 
 def judge(families: Sequence[str]) -> Report:
