@@ -21,7 +21,8 @@ which the computed masses lie: `f` is convex and `f'` monotone, so the ends boun
 the sign at a tie ranges over [-1, 1].
 
 **Forms.**  ``plain`` covers `C = h_k - w h_T - sum pi h - hbar (pi_k - n2)` and its rearrangements,
-`1 - sum` included; ``complement`` covers the stable form that sums what is not k.
+`1 - sum` included; ``complement`` covers `complement_coefficient`, the stable form over moments `h`; it is too
+tight for other stable forms, `sum (eps + pi) (mu - pi)` of forward KL among them.
 """
 
 from __future__ import annotations
@@ -283,6 +284,12 @@ class Budgets:
     def _rho_tail(self) -> Float64:
         return self._tail_errors[0]
 
+    @cached_property
+    def _tail_gap(self) -> Float64:
+        """Error of `log pi_T`, nats; infinite where a computed `pi_T` can be 0."""
+        rho = self._rho_tail
+        return np.where(rho < 1, -np.log1p(-np.where(rho < 1, rho, 0.0)), np.inf) + self.unit
+
     def _box(self, name: str) -> tuple[Float64, Float64, Float64, Float64, Float64, Float64]:
         """`h` and its error for the others `[T, M]`, k `[T]` and the tail `[T]`."""
         moment = DIVERGENCES[name].moment
@@ -291,14 +298,13 @@ class Budgets:
         h_k, dh_k = self._moment_box(
             moment, cells.mu_k, cells.pi_k, self._rho_k, self._sigma_k, self._gap_k
         )
-        tail_gap = self._rho_tail + self.unit
         h_t, dh_t = self._moment_box(
             moment,
             cells.mu_tail,
             cells.pi_tail,
             self._rho_tail,
             np.full(len(self.rows), 2 * self.unit),
-            tail_gap,
+            self._tail_gap,
             self._tau,
         )
         return h, dh, h_k, dh_k, h_t, dh_t
@@ -344,7 +350,7 @@ class Budgets:
             cells.pi_tail,
             self._rho_tail,
             sigma_tail,
-            self._rho_tail + self.unit,
+            self._tail_gap,
             self._tau,
         )
         total = errors.sum(-1) + k_errors + t_errors

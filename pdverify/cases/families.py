@@ -285,6 +285,17 @@ def behavior_tail(rng: Rng, size: Size) -> Batch:
     return assemble(rng, size, *_permute(rng, size, z, y))
 
 
+@_family("training-no-tail", "pi has left mu's tail: pi_T is 1e-12 to 1e-30, mu_T is not small")
+def training_no_tail(rng: Rng, size: Size) -> Batch:
+    """A clamp of the tail's log-mass, or `1 - sum` in place of its own sum, changes D."""
+    y = _as_stored(_language_model(rng, size), size)
+    listed = np.zeros(y.shape, dtype=bool)
+    np.put_along_axis(listed, by_rank(y)[..., : size.kept], True, axis=-1)
+    drop = rng.uniform(28.0, 68.0, size=(*size.shape, 1))
+    z = np.where(listed, y + 0.2 * _normal(rng, size), y - drop)
+    return assemble(rng, size, z, y, sampler=draw_ranks(0, size.kept))
+
+
 @_family("offset", "a large common offset on all logits (1e4 where the format allows)")
 def offset(rng: Rng, size: Size) -> Batch:
     """Shifting logits changes no probability; `exp(z)` overflows, `lse - z` cancels.

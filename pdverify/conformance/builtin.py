@@ -47,13 +47,14 @@ from pdverify.conformance.truth import (
 )
 from pdverify.definitions.cells import build as build_cells
 from pdverify.definitions.intervals import coefficient_interval
-from pdverify.definitions.losses import policy_loss
+from pdverify.definitions.losses import AGGREGATIONS, policy_loss, weights
 from pdverify.definitions.masks import MASKS, TAILS, coefficient
 from pdverify.formats import FORMATS
 from pdverify.oracle import Enclosure
 from pdverify.rules import Partition, Rule, Tail
 
-RATIO_CAP = 20.0
+RATIO_CAP = 2.0
+"""Low enough that sampled tokens meet it: r > 20 has probability under 1/20 per token."""
 
 SIZES: dict[str, tuple[tuple[int, str], ...]] = {
     "quick": ((257, "fp32"), (1000, "bf16")),
@@ -366,6 +367,7 @@ def _judge(job: _Job) -> _Result:
     truth = Truth(rows)
     tallies: dict[Entry, _Tally] = {}
     bound: dict[tuple[str, str, str], Bound] = {}
+    losses: dict[tuple[str, str, str], _Tally] = {}
     for entry in job.entries:
         if entry.view == "full" and rows.behavior_logits is None:
             continue
@@ -375,14 +377,18 @@ def _judge(job: _Job) -> _Result:
         try:
             if key not in bound:
                 bound[key] = BACKENDS[entry.backend].bind(batch, entry.precision, entry.device)
-            tallies[entry] = _judge_entry(job, batch, entry, truth, bound[key])
+            tallies[entry] = _judge_entry(job, entry, truth, bound[key])
+            if job.kind == "family" or MASKS[entry.mask].direction == "none":
+                if key not in losses:
+                    losses[key] = _loss(job, batch, entry, truth, bound[key])
+                tallies[entry].merge(losses[key])
         except Exception as error:  # an entry that raises is judged, not propagated
             tallies[entry] = _Tally(faults=1, error=f"raised on {job.name}: {error!r}")
     given = InputRecord(job.name, job.kind, len(rows), batch.vocab_size, batch.dtype)
     return _Result(given, tallies, _counts(truth) if job.kind == "real" else [])
 
 
-def _judge_entry(job: _Job, batch: Batch, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
+def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
     tally = _Tally()
     rows = truth.rows
     unit = FORMATS[entry.precision].unit_roundoff
@@ -407,8 +413,6 @@ def _judge_entry(job: _Job, batch: Batch, entry: Entry, truth: Truth, bound: Bou
                     _signs(tally, got, right, budget / unit)
     for rule in _rules(job, entry, truth):
         _decisions(tally, job, rule, truth, bound, unit, form, ends)
-    if job.kind == "family" or mask.direction == "none":
-        tally.loss = _loss(tally, job, batch, truth, bound, unit)
     return tally
 
 
@@ -420,19 +424,20 @@ def _rules(job: _Job, entry: Entry, truth: Truth) -> list[Rule]:
     """The mask at several thresholds: the paper's, the batch's median, two budgets either side."""
     mask = MASKS[entry.mask]
 
-    def rule(delta: float) -> Rule:
+    def rule(delta: float, **options: Any) -> Rule:
         view = "topk" if entry.view == "binary" else entry.view
-        return mask.rule(view=view, tail=entry.tail, delta=delta)
+        return mask.rule(view=view, tail=entry.tail, delta=delta, **options)
 
     if mask.divergence is None:
-        return [rule(0.15)]
+        return [rule(0.15), rule(0.15, clip_low=0.1, clip_high=0.5)]
     if job.delta is not None:
         return [rule(job.delta)]
     right = truth.divergence(mask.divergence, entry.view)
     known = np.flatnonzero(finite(right) & (right.low > 0))
     if not len(known):
         return [rule(0.15)]
-    middle = known[np.argsort(right.mid[known])[len(known) // 2]]
+    order = known[np.argsort(right.mid[known])]
+    middle = order[len(order) // 2]
     median = float(right.mid[middle])
     if job.kind == "real":
         return [rule(median)]
@@ -440,7 +445,12 @@ def _rules(job: _Job, entry: Entry, truth: Truth) -> list[Rule]:
     budget = truth.budget("divergence", mask.divergence, entry.view, None, unit, "complement")
     step = 2 * (float(budget[middle]) + unit * median)
     near = [median + step, max(median - step, 0.0)] if np.isfinite(step) else [median]
-    return [rule(delta) for delta in (0.15, *near)]
+    # the two signs of A, and the step, must not be taken for each other or for 1
+    low, high = (float(right.mid[order[len(order) * i // 4]]) for i in (1, 3))
+    uneven = [
+        rule(median, delta_low=a, delta_high=b, eta=0.5) for a, b in ((low, high), (high, low))
+    ]
+    return [rule(delta) for delta in (0.15, *near)] + uneven
 
 
 def _compare(
@@ -495,7 +505,13 @@ def _decisions(
 ) -> None:
     rows = truth.rows
     right = truth.decide(rule)
-    got = bound.keep(rule)[tuple(rows.index.T)]
+    kept = bound.keep(rule)
+    got = kept[tuple(rows.index.T)]
+    padding = np.ones(kept.shape, dtype=bool)
+    padding[tuple(rows.index.T)] = False
+    if kept[padding].any():
+        tally.faults += 1
+        tally.error = f"keeps padding on {job.name}"
     other = right.determined & (got != right.keep)
     wrong = other
     if other.any():
@@ -535,11 +551,16 @@ def _decisions(
         )
 
 
-def _loss(tally: _Tally, job: _Job, batch: Batch, truth: Truth, bound: Bound, unit: float) -> float:
-    """Worst error over budget of the loss and its gradient, with everything kept."""
+def _loss(job: _Job, batch: Batch, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
+    """The loss and its gradient, with a third of the tokens dropped; one for every mask.
+
+    `keep` is true on padding too: it is the response mask that must silence it.
+    """
+    tally = _Tally()
     rows = truth.rows
+    unit = FORMATS[entry.precision].unit_roundoff
     index = tuple(rows.index.T)
-    keep = batch.response_mask & (batch.tokens % 3 != 0)
+    keep = ~batch.response_mask | (batch.tokens % 3 != 0)
     want, slope = policy_loss(batch, keep, ratio_cap=RATIO_CAP)
     loss, gradient = bound.loss(keep, RATIO_CAP, "none")
     gap = truth.budget("log_ratio", None, "binary", None, unit, "plain")
@@ -554,8 +575,10 @@ def _loss(tally: _Tally, job: _Job, batch: Batch, truth: Truth, bound: Bound, un
     tiny = FORMATS[batch.dtype].min_normal
     value_error = np.abs(loss[index] - want[index])
     slope_error = np.abs(gradient[index] - slope[index]).max(-1)
-    leak = float(np.abs(np.where(keep, 0.0, loss)).max(initial=0.0))
-    leak = max(leak, float(np.abs(np.where(keep[..., None], 0.0, gradient)).max(initial=0.0)))
+    silent = ~(keep & batch.response_mask)
+    leak = float(np.abs(loss[silent]).max(initial=0.0))
+    # np.maximum, since max(0.0, nan) is 0.0
+    leak = float(np.maximum(leak, np.abs(gradient[silent]).max(initial=0.0)))
     worst = 0.0 if leak == 0 else float("inf")
     for quantity, error, budget, expected, got in (
         ("loss", value_error, value_budget, want[index], loss[index]),
@@ -586,10 +609,22 @@ def _loss(tally: _Tally, job: _Job, batch: Batch, truth: Truth, bound: Bound, un
                 )
             )
         worst = max(worst, float(share.max(initial=0.0)))
+    for aggregation in AGGREGATIONS:
+        weight = weights(batch.response_mask, aggregation)[index]
+        total, total_gradient = bound.loss(keep, RATIO_CAP, aggregation)
+        expected = weight * want[index]
+        allowed = (weight * value_budget + len(rows) * unit * np.abs(expected)).sum()
+        moved = np.abs(total_gradient[index] - weight[:, None] * gradient[index]).max(-1)
+        # two roundings of each element to the stored format, and the weight's own
+        bound_moved = 3 * (stored + 4 * unit) * weight * np.abs(gradient[index]).max(-1) + tiny
+        if abs(float(np.sum(total)) - expected.sum()) > allowed or (moved > bound_moved).any():
+            tally.faults += 1
+            tally.error = f"the loss aggregated by {aggregation} is wrong on {job.name}"
     if leak != 0:
         tally.faults += 1
         tally.error = f"a dropped or padded place contributes to the loss on {job.name}"
-    return worst
+    tally.loss = worst
+    return tally
 
 
 def _counterexample(

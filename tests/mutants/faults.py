@@ -268,7 +268,7 @@ def jensen_shannon_without_the_half(patch: Patch) -> None:
 
 
 @fault(
-    "zipf",
+    "k-almost-all",
     fails=("torch-eager/predictive-kl-second-order/*",),
     quantity=("keep",),
 )

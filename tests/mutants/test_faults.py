@@ -39,26 +39,6 @@ def judge(families: Sequence[str]) -> Report:
     return check_builtins({}, "none", families=families, select=ENTRIES, workers=1)
 
 
-BEYOND = {
-    "log_of_tail_mass_clamped": "no input family has pi_T far below mu_T",
-    "ratio_cap_ignored": "no judged token has a ratio over the cap",
-    "loss_gradient_poisoned_by_padding": "max(0.0, nan) hides a NaN gradient on padding",
-    "loss_ignores_the_response_mask": "keep is False on padding already",
-    "padding_kept": "the keep mask is read on valid tokens only",
-    "thresholds_of_the_two_signs_swapped": "delta_low and delta_high are always equal",
-    "clip_bounds_swapped": "clip_low and clip_high are always equal",
-    "step_size_ignored": "eta is always 1",
-    "token_mean_counts_padding": "only the loss per token is judged",
-}
-"""Faults that the judge cannot see, and why."""
-
-
-def _marked(fault: Fault) -> object:
-    why = BEYOND.get(fault.name)
-    marks = [] if why is None else [pytest.mark.xfail(reason=why)]
-    return pytest.param(fault, id=fault.name, marks=marks)
-
-
 FAMILIES = sorted(set(chain.from_iterable(fault.families for fault in FAULTS)) & set(REGISTERED))
 
 
@@ -69,7 +49,7 @@ def test_no_false_alarm(family: str) -> None:
     assert report.conforms
 
 
-@pytest.mark.parametrize("fault", [_marked(fault) for fault in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     report = judge(fault.families)
