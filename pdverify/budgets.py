@@ -21,8 +21,9 @@ which the computed masses lie: `f` is convex and `f'` monotone, so the ends boun
 the sign at a tie ranges over [-1, 1].
 
 **Forms.**  ``plain`` covers `C = h_k - w h_T - sum pi h - hbar (pi_k - n2)` and its rearrangements,
-`1 - sum` included; ``complement`` covers `complement_coefficient`, the stable form over moments `h`; it is too
-tight for other stable forms, `sum (eps + pi) (mu - pi)` of forward KL among them.
+`1 - sum` included; ``complement`` covers the stable form over moments `h`
+(`complement_coefficient`).  It is too tight for other stable forms, `sum (eps + pi) (mu - pi)` of
+forward KL among them.
 """
 
 from __future__ import annotations
