@@ -400,6 +400,8 @@ def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
         name = mask.divergence
         got = bound.divergence(name, entry.view)[index]
         right = truth.divergence(name, entry.view)
+        # below 0 only where stored masses sum past 1; 0 is as right there
+        right = Enclosure(right.low, np.maximum(right.high, 0.0))
         budget = truth.budget("divergence", name, entry.view, None, unit, form)
         tally.divergence = _compare(tally, job, truth, "divergence", got, right, budget)
         if mask.direction in ("predictive", "second-order"):
