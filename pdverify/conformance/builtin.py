@@ -423,13 +423,18 @@ def _ends(tail: Tail | None) -> tuple[Tail | None, ...]:
 
 
 def _rules(job: _Job, entry: Entry, truth: Truth) -> list[Rule]:
-    """The mask at several thresholds: the paper's, the batch's median, two budgets either side."""
+    """The mask at several thresholds: the paper's, and two budgets either side of a token's D.
+
+    Besides, uneven thresholds for the two signs of A.  Real batches take their median D alone.
+    """
     mask = MASKS[entry.mask]
 
     def rule(delta: float, **options: Any) -> Rule:
         view = "topk" if entry.view == "binary" else entry.view
         return mask.rule(view=view, tail=entry.tail, delta=delta, **options)
 
+    if mask.direction == "none":
+        return [rule(0.15)]
     if mask.divergence is None:
         return [rule(0.15), rule(0.15, clip_low=0.1, clip_high=0.5)]
     if job.delta is not None:

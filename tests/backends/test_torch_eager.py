@@ -305,7 +305,7 @@ def test_padding_may_hold_any_id():
         ({"partition": "full", "behavior_logits": torch.zeros(1, 1, 4)}, "behavior_logits.shape"),
         ({"behavior_logprobs": None}, "behavior_logprobs = None"),
         ({"topk_ids": None}, "topk_ids"),
-        ({"topk_logprobs": torch.zeros(1, 1, 1)}, "topk_ids.shape"),
+        ({"topk_logprobs": torch.zeros(1, 1, 1)}, "topk_logprobs.shape"),
     ],
 )
 def test_bad_inputs_are_named(change, message):

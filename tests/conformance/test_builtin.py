@@ -83,7 +83,7 @@ def test_the_number_of_processes_changes_nothing():
 def test_the_callers_threshold_is_the_only_one():
     few = check(mask="dppo-topk-kl", delta=0.1)
     many = check(mask="dppo-topk-kl")
-    assert few.entries[0].decisions.total * 3 == many.entries[0].decisions.total
+    assert few.entries[0].decisions.total * 5 == many.entries[0].decisions.total
 
 
 def test_precision_fp64_is_taken_where_a_backend_has_it():
