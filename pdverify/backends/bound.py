@@ -35,7 +35,9 @@ class BoundNumpy:
         )
 
     def keep(self, rule: Rule) -> NDArray[Any]:
-        return numpy_reference.keep_mask(self._batch, rule=rule, cells=self._cells(rule.partition))
+        return numpy_reference.keep_mask(
+            self._batch, rule=rule, cells=self._cells(rule.partition), rows=self._rows
+        )
 
     def loss(
         self, keep: NDArray[Any], ratio_cap: float, aggregation: str

@@ -1,7 +1,7 @@
 """The definitions as a backend: ``numpy``, float64.
 
-Same function names as the torch backends, for a `Batch`.  `cells` saves building the cells of the
-partition again where the caller holds them.
+Same function names as the torch backends, for a `Batch`.  `cells` and `rows` save building them
+again where the caller holds them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdverify.batch import Batch
+from pdverify.batch import Batch, Rows
 from pdverify.definitions import losses, masks
 from pdverify.definitions.cells import Cells, build
 from pdverify.rules import Partition, Rule, Support, Tail
@@ -19,8 +19,7 @@ from pdverify.rules import Partition, Rule, Support, Tail
 
 def _scatter(batch: Batch, values: NDArray[Any], fill: Any) -> NDArray[Any]:
     out = np.full(batch.tokens.shape, fill, dtype=values.dtype)
-    b, position = batch.rows().index.T
-    out[b, position] = values
+    out[batch.response_mask] = values
     return out
 
 
@@ -51,9 +50,12 @@ def coefficient(
     return _scatter(batch, masks.coefficient(cells, name, tail), np.nan)
 
 
-def keep_mask(batch: Batch, *, rule: Rule, cells: Cells | None = None) -> NDArray[np.bool_]:
+def keep_mask(
+    batch: Batch, *, rule: Rule, cells: Cells | None = None, rows: Rows | None = None
+) -> NDArray[np.bool_]:
     """`pdverify.definitions.masks.keep` of every token, bool `[B, L]`; False on padding."""
-    return _scatter(batch, masks.keep(batch.rows(), rule, cells), False)
+    rows = batch.rows() if rows is None else rows
+    return _scatter(batch, masks.keep(rows, rule, cells), False)
 
 
 policy_loss = losses.policy_loss

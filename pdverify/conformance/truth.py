@@ -18,8 +18,8 @@ from pdverify.rules import Partition, Rule, Tail
 
 Array = NDArray[np.float64]
 
-CHUNK = 2**21
-"""Vocabulary entries held by the oracle and the budgets at a time."""
+CHUNK = 2**18
+"""Vocabulary entries held by the oracle and the budgets at a time: their arrays stay cheap."""
 
 
 def distance(value: Array, truth: Enclosure) -> Array:
