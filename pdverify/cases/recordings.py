@@ -141,7 +141,7 @@ def write_recording(
             "provenance": json.dumps(dict(provenance), allow_nan=False),
         },
     )
-    _replace(target, content)
+    replace_file(target, content)
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -159,7 +159,12 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     return target
 
 
-def _replace(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
+    """Write `content` to `target`, whole or not at all; an existing file is replaced.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:

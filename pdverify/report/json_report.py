@@ -13,6 +13,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from pdverify.cases.recordings import replace_file
 from pdverify.conformance.bits import Bits
 from pdverify.conformance.records import EntryRecord, Report
 
@@ -128,16 +129,4 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """
     target = check_writable(path)
     text = json.dumps(to_json(report), allow_nan=False, indent=1, ensure_ascii=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".pdverify-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    replace_file(target, text.encode())
