@@ -52,12 +52,13 @@ Form: TypeAlias = Literal["plain", "complement"]
 
 KAPPA = 4.0
 CHAIN = 84
+ANY_ORDER = 2**31
 SLACK = 1.01
 
 
-def chain(terms: int) -> float:
+def chain(terms: int, longest: int = CHAIN) -> float:
     """Roundings on the longest path of a sum of `terms` numbers and of two operations after it."""
-    return min(terms, CHAIN) + 2.0
+    return min(terms, longest) + 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,8 @@ class Budgets:
         partition, support: the cells the quantities are taken on.
         unit_roundoff: of the format the implementation computes in (2^-24 for fp32).
         form: ``plain`` or ``complement``, see the module.
+        longest: bound of the longest chain of additions in a sum; `ANY_ORDER` admits sums in
+            any order, one term after the other included (torch's CPU softmax is close to it).
         cells: `build(rows, partition, support)` where the caller holds it.
     """
 
@@ -90,9 +93,10 @@ class Budgets:
         unit_roundoff: float,
         form: Form = "plain",
         cells: Cells | None = None,
+        longest: int = CHAIN,
     ) -> None:
         self.rows, self.partition, self.form = rows, partition, form
-        self.unit = unit_roundoff
+        self.unit, self.longest = unit_roundoff, longest
         self.cells = build(rows, partition, support) if cells is None else cells
 
     def log_ratio(self) -> Float64:
@@ -147,7 +151,7 @@ class Budgets:
 
     @cached_property
     def _chain(self) -> float:
-        return chain(self.rows.vocab_size)
+        return chain(self.rows.vocab_size, self.longest)
 
     @cached_property
     def _log_training(self) -> tuple[Float64, Float64, Float64]:
@@ -245,7 +249,7 @@ class Budgets:
         cells = self.cells
         if cells.ids is None:
             return np.zeros(len(self.rows))
-        terms = chain(cells.mu.shape[-1])
+        terms = chain(cells.mu.shape[-1], self.longest)
         if self.form == "plain":
             plain = SLACK * self.unit * (KAPPA + terms + 2) * (cells.mu.sum(-1) + 1)
             return np.asarray(plain)
@@ -275,7 +279,8 @@ class Budgets:
             if self.form == "plain":
                 kept = (cells.pi * np.where(used, 1.0, 0.0)).sum(-1)
                 rho_kept = (cells.pi * np.take_along_axis(rho, cells.ids, axis=-1)).sum(-1)
-                lost = rho_kept + u * (KAPPA + chain(cells.pi.shape[-1]) + 2) * (kept + 1)
+                terms = chain(cells.pi.shape[-1], self.longest)
+                lost = rho_kept + u * (KAPPA + terms + 2) * (kept + 1)
                 mass = mass + lost / cells.pi_tail
         empty = cells.pi_tail <= 0
         mass = np.where(empty, 0.0, mass)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdverify.batch import Rows
-from pdverify.budgets import Budgets, Form
+from pdverify.budgets import CHAIN, Budgets, Form
 from pdverify.definitions.cells import Cells, build
 from pdverify.oracle import Decisions, Enclosure, Judge
 from pdverify.rules import Partition, Rule, Tail
@@ -50,21 +50,30 @@ class Allowance:
 
 
 class Truth:
-    """The oracle's answers and the budgets of one set of rows, computed chunk by chunk, once."""
+    """The oracle's answers and the budgets of one set of rows, computed chunk by chunk, once.
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    `longest` bounds the chains of additions that the budgets allow for (`pdverify.budgets`).
+    """
+
+    def __init__(self, rows: Rows, longest: int = CHAIN) -> None:
+        self.rows, self._longest = rows, longest
         step = max(1, CHUNK // rows.vocab_size)
         self._chunks = [rows.take(slice(i, i + step)) for i in range(0, len(rows), step)]
         self._judges = [Judge(chunk) for chunk in self._chunks]
+        self.decide = cache(self._decide)
         self.divergence = cache(self._divergence)
         self.coefficient = cache(self._coefficient)
         self.budget = cache(self._budget)
         self._cells = cache(self._build_cells)
         self._budgets = cache(self._build_budgets)
 
-    def decide(self, rule: Rule) -> Decisions:
-        """The oracle's decisions under `rule`."""
+    def release(self) -> None:
+        """Forget what can be computed again: the oracle's and the budgets' working arrays."""
+        self._judges = [Judge(chunk) for chunk in self._chunks]
+        self._cells.cache_clear()
+        self._budgets.cache_clear()
+
+    def _decide(self, rule: Rule) -> Decisions:
         parts = [judge.decide(rule) for judge in self._judges]
         return Decisions(
             **{
@@ -132,7 +141,8 @@ class Truth:
         return build(self._chunks[i], partition, "append")
 
     def _build_budgets(self, i: int, partition: Partition, unit: float, form: Form) -> Budgets:
-        return Budgets(self._chunks[i], partition, "append", unit, form, self._cells(i, partition))
+        cells = self._cells(i, partition)
+        return Budgets(self._chunks[i], partition, "append", unit, form, cells, self._longest)
 
     def _budget(
         self,
