@@ -23,6 +23,7 @@ from pdverify.definitions import masks
 from pdverify.definitions.cells import Cells, build, log_softmax
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.definitions.losses import weights
+from pdverify.formats import FORMATS
 from pdverify.registry import Registry
 from pdverify.rules import Rule
 
@@ -154,8 +155,9 @@ def expect(question: Question, alternative: Alternative) -> Expectation:
         keeps = _keeps(rule, cells, rows, divergence, coefficient, gap, alternative)
         keep = keeps[0]
         sure = np.all([k == keep for k in keeps], axis=0)
-        if divergence is not None:  # an infinite D is judged by nobody
-            sure &= np.isfinite(divergence)
+        if divergence is not None:  # where D is infinite the oracle may judge nobody
+            judged = question.material.truth.decide(question.rule).determined
+            sure &= np.isfinite(divergence) | (np.isposinf(divergence) & judged)
         log_pi = _log_pi(rows)
         scene = Scene(rows.advantages, log_pi, gap, keep, question.ratio_cap, rule)
         loss, slope = (alternative.loss or definition_loss)(scene)
@@ -269,6 +271,7 @@ def _loss_matches(
     loss, value, slope = answer.values["loss"], weight * expected.loss, weight * expected.slope
     if loss.ndim:
         near = np.abs(loss[index] - value) <= CLOSE * np.maximum(np.abs(value), 1e-12)
+        near |= np.isinf(loss[index]) & (np.abs(value) > FORMATS["fp32"].max_finite)
         if (~near)[sure].any():
             return False
     elif sure.all() and not abs(float(loss) - value.sum()) <= CLOSE * np.abs(value).sum():
@@ -278,6 +281,7 @@ def _loss_matches(
     got = answer.gradient[index]
     if at == "logprobs":
         near = np.abs(got - slope) <= CLOSE * np.abs(slope) + 1e-30
+        near |= np.isinf(got) & (np.abs(slope) > FORMATS["fp32"].max_finite)
     else:
         assert rows.logits is not None
         row = -np.exp(log_softmax(rows.logits)) * slope[:, None]
@@ -494,7 +498,8 @@ for _floor, _source in (
         f"tail masses are at least {_floor:.0e}".replace("e-0", "e-"),
         _source,
         cells=_floored(_floor),
-        applies=lambda q: _divergence(q) and q.rule.partition != "full",
+        # total variation moves by the floor itself, which no decision sees
+        applies=lambda q: _divergence(q) and q.rule.partition != "full" and not _tv(q),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def _beta(batch: Batch, divergence: str, partition: Partition, tail: Tail | None
     return budgets.coefficient(divergence, tail) / unit
 
 
+@lru_cache(maxsize=8)
 def designed_question(plan: Plan) -> Designed:
     """What to ask: C itself, or decisions at delta = 0 for both signs of A."""
     rule = plan.rule

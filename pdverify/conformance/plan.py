@@ -20,11 +20,10 @@ from pdverify.cases import build as build_family
 from pdverify.cases import replace_last
 from pdverify.cases.assemble import Size, assemble
 from pdverify.conformance.options import RATIO_CAP, Options
-from pdverify.conformance.questions import Material, Question
+from pdverify.conformance.questions import Material, Question, unit_roundoff
 from pdverify.conformance.truth import Array, finite
 from pdverify.definitions import masks
 from pdverify.definitions.cells import Cells, build
-from pdverify.formats import FORMATS
 from pdverify.rules import Rule
 
 THRESHOLDS = ("delta", "delta_low", "delta_high")
@@ -230,7 +229,7 @@ class Plan:
             yield from self._near_fixed(family)
 
     def _near_delta(self, family: str) -> Iterator[Question]:
-        material = self.material(family, advantages="push", sequences=2, length=6)
+        material = self.material(family, advantages="push", sequences=2, length=6, **self._small)
         truth, rule = material.truth, self.rule
         assert rule.divergence is not None
         right = truth.divergence(rule.divergence, rule.partition)
@@ -248,20 +247,25 @@ class Plan:
                     )  # fmt: skip
 
     @property
+    def _small(self) -> dict[str, Any]:
+        """Sizes with a small budget: sums of few terms."""
+        return {"vocab_size": 17 + (self.options.top_k or 5), "top_k": self.options.top_k or 5}
+
+    @property
     def _unit(self) -> float:
-        return FORMATS[self.options.precision].unit_roundoff
+        return unit_roundoff(self.options.precision, self.parameters)
 
     def _budget(self, batch: Batch) -> Array:
         """Budget of D (or of log r), `[T]`."""
         rows = Material(batch, sampled_only=self.sampled_only).rows
         partition = "binary" if self.rule.divergence is None else self.options.partition
-        budgets = Budgets(rows, partition, "append", 2 * self._unit, "plain", None, ANY_ORDER)
+        budgets = Budgets(rows, partition, "append", self._unit, "plain", None, ANY_ORDER)
         if self.rule.divergence is None:
             return budgets.log_ratio()
         return budgets.divergence(self.rule.divergence)
 
     def _near_fixed(self, family: str) -> Iterator[Question]:
-        batch = self.material(family, sequences=2, length=8).batch
+        batch = self.material(family, sequences=2, length=8, **self._small).batch
         for side, delta in (("A < 0", self.rule.delta_low), ("A > 0", self.rule.delta_high)):
             at = self.moved(batch, np.full(len(batch.rows()), delta))
             step = 2.5 * (self._budget(at) + self._unit * delta)
@@ -274,7 +278,7 @@ class Plan:
 
     def _near_clip(self, family: str) -> Iterator[Question]:
         rule = self.rule
-        batch = self.material(family, sequences=2, length=8).batch
+        batch = self.material(family, sequences=2, length=8, **self._small).batch
         low = np.log(1 - rule.clip_low) if rule.clip_low < 1 else -np.inf
         for bound, a in ((np.log1p(rule.clip_high), 1.0), (low, -1.0)):
             if not np.isfinite(bound) or bound == 0:

@@ -19,6 +19,7 @@ from pdverify.budgets import ANY_ORDER
 from pdverify.cases.assemble import as_view, log_softmax
 from pdverify.conformance.options import RATIO_CAP
 from pdverify.conformance.truth import Truth
+from pdverify.formats import FORMATS
 from pdverify.rules import Rule
 
 Presentation: TypeAlias = Literal["contiguous", "strided", "split", "repeated", "guarded"]
@@ -201,3 +202,15 @@ def _support(
         training = np.where(used & valid[..., None], training, slot_fill)
         support["support_logprobs"] = training.astype(np.float32)
     return support
+
+
+def unit_roundoff(precision: str, parameters: tuple[str, ...]) -> float:
+    """Unit roundoff a target is held to.
+
+    That of the declared precision, or twice that of float32 where the target reads training
+    log-probs that are stored in float32 (their rounding, and the arithmetic's).
+    """
+    unit = FORMATS[precision].unit_roundoff
+    if {"logprobs", "support_logprobs"} & set(parameters):
+        return max(unit, 2 * FORMATS["fp32"].unit_roundoff)
+    return unit

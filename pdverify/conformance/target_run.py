@@ -20,7 +20,7 @@ from pdverify.conformance.effective import designed_question, signs
 from pdverify.conformance.judging import Fault, Judge, Judgment, Standard
 from pdverify.conformance.options import Options
 from pdverify.conformance.plan import Plan, plan_for
-from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question, arguments
+from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question, arguments, unit_roundoff
 from pdverify.conformance.records import (
     CheckRecord,
     DecisionCounts,
@@ -33,7 +33,6 @@ from pdverify.conformance.targets import (
     Caller,
     TargetError,
     load_target,
-    unit_roundoff,
 )
 from pdverify.conformance.truth import Progress
 from pdverify.conformance.versions import versions
@@ -44,9 +43,6 @@ SHRINK_SECONDS = 2.0
 
 SHRINK_TOTAL = 6.0
 """Time for all counterexamples of one run."""
-
-NEAR = ("mask.boundary", "input.bf16", "input.fp16")
-"""Checks in which a coarse format shows before anything else does."""
 
 SHOWN = 4096
 """Elements of an argument that a counterexample still shows."""
@@ -103,6 +99,7 @@ class TargetSession:
         self._records: dict[str, CheckRecord] = {}
         self._shrunk = 0.0
         self._explanations: list[Alternative] = []
+        self._faulty: dict[str, list[_Seen]] = {}
 
     def _require_parameters(self) -> None:
         taken, options = set(self.target.parameters), self.options
@@ -269,7 +266,8 @@ class TargetSession:
                 convention=name.id,
                 **common,
             )
-        kind = self._kind(check, faulty, name)
+        self._faulty[check.id] = faulty
+        kind = self._kind(faulty, name)
         example, fault = self._example(faulty)
         faults = sum(len(one.judgment.faults) for one in faulty)
         return self._record(
@@ -318,7 +316,7 @@ class TargetSession:
             self.aggregation,
         )
 
-    def _kind(self, check: Check, faulty: list[_Seen], name: Alternative | None) -> VerdictKind:
+    def _kind(self, faulty: list[_Seen], name: Alternative | None) -> VerdictKind:
         kinds = {fault.kind for one in faulty for fault in one.judgment.faults}
         for kind in ("time-out", "raised", "form", "modified"):
             if kind in kinds:
@@ -327,27 +325,27 @@ class TargetSession:
             return "convention" if name.documented else "wrong"
         if "not-a-number" in kinds:
             return "not-a-number"
-        return "precision" if self._coarse(check, faulty) else "wrong"
+        return "precision" if self._coarse(faulty) else "wrong"
 
-    def _coarse(self, check: Check, faulty: list[_Seen]) -> bool:
+    def _coarse(self, faulty: list[_Seen]) -> bool:
         """Whether a coarser format than declared, and nothing else, shows in the answers.
 
-        They lie within the budget of the coarsest format with a factor of 8 to spare, in a check
-        that is close to the border, and the sign of C is not better than that elsewhere.
+        They lie within the budget of the coarsest format with a factor of 8 to spare; wrong
+        decisions are close to the border, and wrong values are off by a rounding of themselves.
         """
-        if check.id not in NEAR and not check.id.startswith("value."):
-            return False
         unit = max(form.unit_roundoff for _, form in FORMATS.items())
-        if unit <= self.unit or any(
-            self._judge(one.question, one.answer, unit / 8).faults for one in faulty
-        ):
+        if unit <= self.unit:
             return False
-        bits, _ = self.bits
-        declared = FORMATS[self.options.precision].significand_bits
-        return (
-            check.id.startswith("input.")
-            or bits is None
-            or (bits.estimate is not None and bits.estimate < declared - 4)
+
+        def small(fault: Fault) -> bool:
+            if fault.quantity == "keep":
+                return abs(fault.margin) <= 4 * unit
+            return fault.error <= 4 * unit * abs(float(fault.got))
+
+        return all(
+            all(small(fault) for fault in one.judgment.faults)
+            and not self._judge(one.question, one.answer, unit / 8).faults
+            for one in faulty
         )
 
     def _example(self, faulty: list[_Seen]) -> tuple[TargetCounterexample | None, Fault]:
@@ -414,6 +412,7 @@ class TargetSession:
         if not any(c.status in ("passed", "failed", "accepted") for c in checks):
             reasons = "; ".join(f"{c.id}: {c.message}" for c in checks[:3])
             raise TargetError(f"nothing was checked: {reasons}")
+        checks = self._renamed(checks)
         bits, note = self.bits
         failed = [c for c in checks if c.status == "failed"]
         named = {c.convention for c in failed}
@@ -441,6 +440,37 @@ class TargetSession:
             seconds=time.perf_counter() - self.started,
             versions=versions(),
         )
+
+    def _renamed(self, checks: list[CheckRecord]) -> list[CheckRecord]:
+        """The checks with the fewest names: an alternative that explains most is named first."""
+        open_ids = {c.id for c in checks if c.status == "failed" and c.cause is not None}
+        open_ids &= set(self._faulty)
+        if len(self._explanations) < 2:
+            return checks
+        names: dict[str, Alternative] = {}
+        while open_ids:
+            explained = {
+                one.id: {
+                    id for id in open_ids if all(self._explained(one, x) for x in self._faulty[id])
+                }
+                for one in self._explanations
+            }
+            best = max(self._explanations, key=lambda one: len(explained[one.id]))
+            if not explained[best.id]:
+                break
+            names.update(dict.fromkeys(explained[best.id], best))
+            open_ids -= explained[best.id]
+        return [
+            replace(
+                c,
+                kind="convention" if names[c.id].documented else "wrong",
+                convention=names[c.id].id if names[c.id].documented else None,
+                cause=_named_cause(names[c.id]),
+            )
+            if c.id in names
+            else c
+            for c in checks
+        ]
 
     @cached_property
     def bits(self) -> tuple[Bits | None, str]:
@@ -536,10 +566,13 @@ def _message(fault: Fault, count: int, kind: VerdictKind) -> str:
 
 def _cause(check: Check, name: Alternative | None, kind: VerdictKind, fault: Fault) -> str:
     if name is not None:
-        seen = f" ({name.source})" if name.source else ""
-        return f"{name.summary}{seen}"
+        return _named_cause(name)
     if kind == "precision":
         return "arithmetic in a coarser format than declared: an upcast is missing"
     if kind == "raised":
         return f"an exception on a valid input of this kind: {check.bug}"
     return check.bug
+
+
+def _named_cause(name: Alternative) -> str:
+    return f"{name.summary} ({name.source})" if name.source else name.summary

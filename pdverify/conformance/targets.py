@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from pdverify.batch import Batch
 from pdverify.conformance.answers import Answer, Failure
 from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question, arguments
-from pdverify.formats import FORMATS
 
 
 class TargetError(ValueError):
@@ -401,15 +400,3 @@ def _same(first: Answer, second: Answer) -> Answer:
             )
             return Answer(failure=Failure("wrong", message))
     return second
-
-
-def unit_roundoff(precision: str, parameters: tuple[str, ...]) -> float:
-    """Unit roundoff a target is held to.
-
-    That of the declared precision, or twice that of float32 where the target reads training
-    log-probs that are stored in float32 (their rounding, and the arithmetic's).
-    """
-    unit = FORMATS[precision].unit_roundoff
-    if {"logprobs", "support_logprobs"} & set(parameters):
-        return max(unit, 2 * FORMATS["fp32"].unit_roundoff)
-    return unit

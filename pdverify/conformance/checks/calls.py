@@ -94,6 +94,6 @@ def bf16(plan: Plan) -> Iterator[Question]:
     gated=True,
 )
 def fp16(plan: Plan) -> Iterator[Question]:
-    """Logits stored in float16."""
+    """Logits stored in float16: their range ends at 65,504, and below 2^-14 they lose digits."""
     for family in ("peaked", "far-apart"):
         yield from plan.ordinary(family, vocab_size=65, top_k=plan.options.top_k or 6, dtype="fp16")

@@ -78,7 +78,7 @@ def mass(plan: Plan) -> Iterator[Question]:
     or the behavior policy has next to none. The mass must come from the tail's own logits:
     1 - sum rounds to 0. What the declared precision cannot resolve is not held against anyone."""
     if plan.partition == "binary":
-        for exponent in (-3, -4, -5, -6):
+        for exponent in (-3, -4, -5, -6, -9, -13):
             key = f"pi_k = 1 - 1e{exponent}"
             yield from plan.ordinary(
                 "sampled-inside", key=key, change=_certain(10.0**exponent), vocab_size=65, top_k=8
@@ -249,6 +249,19 @@ def unused_slot(plan: Plan) -> Iterator[Question]:
     gated=True,
 )
 def negative_infinity(plan: Plan) -> Iterator[Question]:
-    """Lists of a behavior policy that was truncated by top-p: the entries it cut are -inf."""
+    """Lists of a behavior policy that was truncated by top-p: the entries it cut are -inf; and
+    lists that end in -inf although a tail is left."""
+    size = {"vocab_size": 65, "top_k": plan.options.top_k or 8}
     for family in ("top-p-behavior", "top-p-both"):
-        yield from plan.ordinary(family, vocab_size=65, top_k=plan.options.top_k or 8)
+        yield from plan.ordinary(family, **size)
+    yield from plan.ordinary("tail-conflict", key="last entries -inf", change=_cut_last, **size)
+
+
+def _cut_last(batch: Batch) -> Batch:
+    """The last quarter of each list cut to -inf, the sampled token excepted; a tail is left."""
+    assert batch.topk_ids is not None
+    assert batch.topk_logprobs is not None
+    place = np.arange(batch.topk_ids.shape[-1])
+    cut = (place >= len(place) - len(place) // 4) & (batch.topk_ids != batch.tokens[..., None])
+    stored = np.where(cut, -np.inf, batch.topk_logprobs).astype(np.float32)
+    return replace(batch, topk_logprobs=stored)

@@ -41,7 +41,7 @@ def _top_k_free(plan: Plan) -> str | None:
     gated=True,
 )
 def k_one(plan: Plan) -> Iterator[Question]:
-    """The engine returned the best token only."""
+    """The engine returned its best token and no other, so S has one entry or two."""
     yield from plan.ordinary("k-one", vocab_size=33)
 
 
@@ -55,7 +55,7 @@ def k_one(plan: Plan) -> Iterator[Question]:
     gated=True,
 )
 def k_most(plan: Plan) -> Iterator[Question]:
-    """Almost the whole vocabulary is in the list."""
+    """Almost the whole vocabulary is in the list, and one token or two are left for the tail."""
     yield from plan.ordinary("k-almost-all", vocab_size=41)
 
 
@@ -106,7 +106,7 @@ def large(plan: Plan) -> Iterator[Question]:
     gated=True,
 )
 def single(plan: Plan) -> Iterator[Question]:
-    """A batch of one token."""
+    """A batch of one token, as the last micro-batch of a run may be."""
     for seed in range(4):
         material = plan.material(
             "far-apart", seed=seed, sequences=1, length=1, vocab_size=33, top_k=_k(plan, 5)
