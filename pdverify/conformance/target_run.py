@@ -44,6 +44,9 @@ SHRINK_SECONDS = 2.0
 SHRINK_TOTAL = 6.0
 """Time for all counterexamples of one run."""
 
+HEAVY = 20_000
+"""Vocabulary from which on the oracle's working arrays are not kept between questions."""
+
 SHOWN = 4096
 """Elements of an argument that a counterexample still shows."""
 
@@ -222,6 +225,8 @@ class TargetSession:
         for question in questions:
             one = self._one(question)
             seen.append(one)
+            if question.batch.vocab_size > HEAVY:
+                question.material.truth.release()
             if one.answer.failure is not None and one.answer.failure.kind == "time-out":
                 self._hung = one.answer.failure.message
                 break

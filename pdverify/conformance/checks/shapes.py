@@ -95,7 +95,6 @@ def large(plan: Plan) -> Iterator[Question]:
             change=lambda b: renamed(b, sampled=LARGE - 1),
         )
         yield plan.question(f"{family}, V = {LARGE}", material, plan.rule)
-        material.truth.release()
 
 
 @check(
