@@ -244,7 +244,9 @@ def explains(
         return False
     index = tuple(question.material.rows.index.T)
     with np.errstate(all="ignore"):
-        if kept is not None and (kept != expected.keep)[known & sure].any():
+        # decisions that are read off a gradient show where it is 0, for whatever reason
+        keep = expected.keep if "keep" in answer.values else expected.slope != 0
+        if kept is not None and (kept != keep)[known & sure].any():
             return False
         for name, value in (
             ("divergence", expected.divergence),

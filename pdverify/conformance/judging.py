@@ -325,8 +325,9 @@ class Judge:
         unit = self.standard.unit
         gap = question.material.truth.budget("log_ratio", None, "binary", None, unit, "plain")
         relative = np.expm1(gap) + 8 * unit
-        value = -np.sign(rows.advantages) * self._weight * self._log_pi_k
-        value = np.where(self._weight > 0, value, 0.0)
+        # a token of weight 0 may have log pi_k = -inf: it contributes 0, the limit of r log pi_k
+        log_pi_k = np.where(self._weight > 0, self._log_pi_k, 0.0)
+        value = -np.sign(rows.advantages) * self._weight * log_pi_k
         allowed = np.abs(value) * relative * 2 + self._weight * gap * (1 + relative)
         loss = answer.values["loss"]
         if "loss" in question.judges:

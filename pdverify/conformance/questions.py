@@ -107,7 +107,7 @@ class Question:
     rule: Rule
     ratio_cap: float = RATIO_CAP
     presentation: Presentation = "contiguous"
-    judges: tuple[str, ...] = ("keep", "divergence", "coefficient")
+    judges: tuple[str, ...] = ("keep", "divergence", "coefficient", "loss", "gradient")
     tokens: Literal["kept", "dropped", "padding", "all"] = "all"
     poison: bool = False
     unanimous: bool = False

@@ -50,12 +50,26 @@ HEAVY = 20_000
 SHOWN = 4096
 """Elements of an argument that a counterexample still shows."""
 
+LOSS = (
+    "loss.value",
+    "loss.gradient",
+    "loss.dropped",
+    "loss.overflow",
+    "loss.cap",
+    "loss.small-ratio",
+    "loss.padding",
+    "loss.aggregation",
+)
+"""Checks without which a loss is not judged on special input."""
+
 BASE = {
-    "keep": "mask.decisions",
-    "divergence": "value.divergence",
-    "coefficient": "value.coefficient",
+    "keep": ("mask.decisions",),
+    "divergence": ("value.divergence",),
+    "coefficient": ("value.coefficient",),
+    "loss": LOSS,
+    "gradient": LOSS,
 }
-"""The check that judges a quantity on ordinary input."""
+"""The checks that judge a quantity on ordinary input."""
 
 
 @dataclass
@@ -198,27 +212,31 @@ class TargetSession:
         if not questions:
             return self._record(check, "not-applicable", "no input of this kind for this mask")
         left_out = self._wrong_already() if check.gated else set()
-        asked = [
-            replace(q, judges=tuple(x for x in q.judges if x not in left_out)) for q in questions
-        ]
-        if check.gated and not self._judged(asked[0].judges):
+        judged = self._said - left_out
+        asked = [replace(q, judges=tuple(x for x in q.judges if x in judged)) for q in questions]
+        if check.gated and not asked[0].judges:
             names = ", ".join(sorted(left_out))
             return self._record(
                 check, "not-run", f"{names} is wrong on ordinary input already: mend that first"
             )
         return self._verdict(check, self._ask(asked))
 
-    def _judged(self, judges: Sequence[str]) -> bool:
-        """Whether the target says anything that is asked."""
-        implied = {"keep"} if "loss" in self.outputs and "keep" not in self.outputs else set()
-        return bool(set(judges) & (set(self.outputs) | implied))
-
     def _wrong_already(self) -> set[str]:
         wrong = set()
-        for quantity, id in BASE.items():
-            if self.run(id).status == "failed":
+        for quantity, ids in BASE.items():
+            if quantity in self._said and any(self.run(id).status == "failed" for id in ids):
                 wrong.add(quantity)
         return wrong
+
+    @cached_property
+    def _said(self) -> set[str]:
+        """What can be judged of the target's answers."""
+        said = set(self.outputs)
+        if "loss" in said:
+            said.add("keep")  # implied by the gradient
+            if self.target.differentiates is not None:
+                said.add("gradient")
+        return said
 
     def _ask(self, questions: Sequence[Question]) -> list[_Seen]:
         seen = []
@@ -269,7 +287,8 @@ class TargetSession:
                 "accepted",
                 f"follows the accepted convention '{name.summary}'",
                 convention=name.id,
-                **common,
+                worst=worst,
+                decisions=replace(decisions, wrong=0),
             )
         self._faulty[check.id] = faulty
         kind = self._kind(faulty, name)
@@ -308,8 +327,10 @@ class TargetSession:
         for fault in one.judgment.faults:
             if fault.row is not None:
                 faulty[fault.row] = True
-            elif fault.quantity == "loss":
+            elif fault.place is None and fault.quantity == "loss":
                 faulty[:] = True
+            else:  # padding: no convention lets it contribute
+                return False
         return explains(
             alternative,
             one.question,

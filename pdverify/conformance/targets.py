@@ -180,13 +180,16 @@ class Caller:
             parts.append(self.ask(replace(one, presentation="contiguous")))
             if parts[-1].failure is not None:
                 return parts[-1]
+        # a loss that is reduced over the batch is another one over its parts
+        reduced = {name for name, value in parts[0].values.items() if value.ndim == 0}
         gradients = [part.gradient for part in parts if part.gradient is not None]
         return Answer(
             {
-                name: np.concatenate([np.atleast_1d(part.values[name]) for part in parts])
+                name: np.concatenate([part.values[name] for part in parts])
                 for name in parts[0].values
+                if name not in reduced
             },
-            np.concatenate(gradients) if gradients else None,
+            np.concatenate(gradients) if gradients and not reduced else None,
         )
 
     def _limited(self, call: Callable[[], Answer]) -> Answer:

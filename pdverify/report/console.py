@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from itertools import groupby
 from typing import IO, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from pdverify.conformance.bits import Bits, Share
+from pdverify.conformance.bits import Share
 from pdverify.conformance.records import (
     CertificateRecord,
     Counterexample,
@@ -24,22 +19,15 @@ from pdverify.conformance.records import (
     InputRecord,
     Report,
 )
+from pdverify.report.writer import Writer, emit, ratio
 
-WIDTH = 100
 MASK_WIDTH = 28
 """Width of the first column of the main table; a longer label gets a line of its own."""
 
 
 def print_report(report: Report, stream: IO[str] | None = None) -> None:
     """Print `report` to `stream` (stdout by default)."""
-    out = sys.stdout if stream is None else stream
-    if out.isatty():
-        _Printer(out, out).report(report)
-        return
-    text = io.StringIO()
-    _Printer(text, out).report(report)
-    # rich fills every line of a table with spaces
-    out.writelines(line.rstrip() + "\n" for line in text.getvalue().splitlines())
+    emit(stream, lambda writer: _Printer(writer).report(report))
 
 
 def summary(report: Report) -> str:
@@ -62,22 +50,14 @@ def _contradicted(records: Iterable[CertificateRecord]) -> list[CertificateRecor
 
 
 class _Printer:
-    """Writes to `stream` what `target` can show."""
+    """The sections of a report on built-in backends, written through `Writer`."""
 
-    def __init__(self, stream: IO[str], target: IO[str]) -> None:
-        terminal = target.isatty()
-        self.box = box.SIMPLE_HEAD if terminal else None
-        self.console = Console(
-            file=stream,
-            width=None if terminal else WIDTH,
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
-        if self.console.width > WIDTH:
-            self.console.width = WIDTH
-        encoding = getattr(target, "encoding", None) or "utf-8"
-        self.at_least = "≥" if encoding.lower().startswith("utf") else ">="
+    def __init__(self, writer: Writer) -> None:
+        self.line = writer.line
+        self.heading = writer.heading
+        self.table = writer.table
+        self.bits = writer.bits
+        self.console = writer.console
 
     def report(self, report: Report) -> None:
         self.header(report)
@@ -95,23 +75,6 @@ class _Printer:
         self.line()
         verdict = "bold green" if report.conforms else "bold red"
         self.console.print(Text(summary(report), style=verdict), soft_wrap=True)
-
-    def line(self, text: str = "", style: str = "") -> None:
-        self.console.print(Text(text, style=style))
-
-    def heading(self, text: str) -> None:
-        self.line()
-        self.line(text, "bold")
-
-    def table(self, columns: Iterable[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> None:
-        """`columns`: (heading, whether it holds numbers, aligned to the right)."""
-        table = Table(box=self.box, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-        for name, numeric in columns:
-            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-        for row in rows:
-            style = "red" if row[-1] == "WRONG" else ""
-            table.add_row(*(Text(cell) for cell in row), style=style)
-        self.console.print(table)
 
     def header(self, report: Report) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
@@ -194,22 +157,12 @@ class _Printer:
             str(counts.determined),
             str(counts.wrong),
             str(counts.rounding),
-            _ratio(entry.divergence_error),
-            _ratio(entry.coefficient_error),
-            _ratio(entry.loss_error),
+            ratio(entry.divergence_error),
+            ratio(entry.coefficient_error),
+            ratio(entry.loss_error),
             self.bits(entry.bits),
             "ok" if entry.passed else "WRONG",
         )
-
-    def bits(self, bits: Bits | None) -> str:
-        if bits is None:
-            return "-"
-        if bits.estimate is not None:
-            interval = "" if bits.low is None else f" [{bits.low:.1f}, {bits.high:.1f}]"
-            return f"{bits.estimate:.1f}{interval}"
-        if bits.at_least is not None:
-            return f"{self.at_least} {int(bits.at_least)}"
-        return "-"
 
     def directions(self, records: Sequence[DirectionRecord]) -> None:
         if not records:
@@ -255,16 +208,6 @@ def _named(missing: Sequence[EntryRecord], of: int) -> str:
     if len(missing) == of:
         return f"all {of} entries"
     return ", ".join(f"{entry.mask} {_cells(entry)}" for entry in missing)
-
-
-def _ratio(x: float | None) -> str:
-    if x is None:
-        return "-"
-    if 0 < x < 0.005:
-        return "<0.01"
-    shown = f"{x:.2f}" if x < 99.995 else f"{x:.0e}"
-    # 1.004 fails and must not read as 1.00, which passes
-    return ">1" if x > 1 and float(shown) <= 1 else shown
 
 
 def _percent(x: float) -> str:

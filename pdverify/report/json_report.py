@@ -9,16 +9,21 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from pdverify.cases.recordings import replace_file
 from pdverify.conformance.bits import Bits
-from pdverify.conformance.records import EntryRecord, Report
+from pdverify.conformance.records import CheckRecord, EntryRecord, Report, TargetReport
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: Report | TargetReport) -> dict[str, Any]:
+    """`report` as strict JSON holds it: `builtin_json` or `target_json`."""
+    return target_json(report) if isinstance(report, TargetReport) else builtin_json(report)
+
+
+def builtin_json(report: Report) -> dict[str, Any]:
     """A `Report` as plain dicts, lists, strings, finite numbers, booleans and None.
 
     Top level: `schema_version`, `conforms`, `level`, `seed`, `versions`, `seconds`,
@@ -48,6 +53,25 @@ def to_json(report: Report) -> dict[str, Any]:
         }
     )
     return plain
+
+
+def target_json(report: TargetReport) -> dict[str, Any]:
+    """A `TargetReport` as plain dicts, lists, strings, finite numbers, booleans and None.
+
+    The fields of the record by name, and in `checks` those of `CheckRecord` with `passed`: False
+    only where the check speaks against the target.  The inputs of a counterexample are nested
+    lists, in which -inf is the string ``"-inf"`` and NaN null.
+    """
+    plain: dict[str, Any] = _plain(
+        {"schema_version": report.schema_version}
+        | {field.name: getattr(report, field.name) for field in fields(report)}
+        | {"checks": [_check(check) for check in report.checks]}
+    )
+    return plain
+
+
+def _check(check: CheckRecord) -> dict[str, Any]:
+    return {"id": check.id, "passed": check.passed} | vars(check)
 
 
 def _entry(entry: EntryRecord) -> dict[str, Any]:
@@ -121,7 +145,7 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+def write_json(report: Report | TargetReport, path: str | os.PathLike[str]) -> None:
     """Write `to_json(report)` to `path`, whole or not at all; an existing file is replaced.
 
     Raises:
@@ -129,4 +153,5 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """
     target = check_writable(path)
     text = json.dumps(to_json(report), allow_nan=False, indent=1, ensure_ascii=False) + "\n"
-    replace_file(target, text.encode())
+    # a lone surrogate, as an exception's text may hold, becomes its JSON escape
+    replace_file(target, text.encode(errors="backslashreplace"))

@@ -9,7 +9,8 @@ import pytest
 
 from pdverify.conformance.bits import wilson
 from pdverify.conformance.records import CertificateRecord, Report
-from pdverify.report.console import WIDTH, print_report, summary
+from pdverify.report.console import print_report, summary
+from pdverify.report.writer import WIDTH
 from tests.report.sample import ABSENT, RIGHT, WRONG, report
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdverify.report.json_report import check_writable, to_json, write_json
+from tests.report import target_sample
 from tests.report.sample import ABSENT, RIGHT, WRONG, report
+from tests.report.target_sample import CONVENTION, FAILED, PASSED, target_report
 
 
 def _strict(text: str) -> Any:
@@ -138,3 +141,78 @@ def test_a_folder_that_admits_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(OSError, match=r"not writable \(Permission denied\)"):
         check_writable(tmp_path / "report.json")
+
+
+@pytest.fixture
+def target_written(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "report.json"
+    write_json(target_report(PASSED, FAILED, CONVENTION, target_sample.ABSENT), path)
+    read: dict[str, Any] = _strict(path.read_text())
+    return read
+
+
+def test_a_report_on_a_target(target_written: dict[str, Any]) -> None:
+    checks = target_written.pop("checks")
+    bits = target_written.pop("effective_bits")
+    assert target_written == {
+        "schema_version": 1,
+        "conforms": False,
+        "target": "masks:keep",
+        "mask": "predictive-kl",
+        "view": "topk",
+        "tail": "exact",
+        "support": "append",
+        "precision": "fp32",
+        "options": {"mask": "predictive-kl", "tail": "exact", "delta": 0.15, "top_k": 5},
+        "outputs": ["keep", "loss"],
+        "parameters": ["logits", "tokens", "delta"],
+        "bits_note": "",
+        "decisions": {"total": 252, "determined": 236, "wrong": 7, "rounding": 8},
+        "convention": None,
+        "seed": 41,
+        "level": "quick",
+        "seconds": 12.3,
+        "versions": {"pdverify": "0.1.0", "torch": "2.13.0"},
+    }
+    assert (bits["estimate"], bits["low"], bits["high"], bits["at_least"]) == (
+        23.8,
+        22.9,
+        24.6,
+        None,
+    )
+    assert [(check["id"], check["passed"]) for check in checks] == [
+        ("size.k-one", True),
+        ("mask.boundary", False),
+        ("loss.gradient", False),
+        ("loss.cap", True),
+    ]
+
+
+def test_a_check_of_a_target(target_written: dict[str, Any]) -> None:
+    check = target_written["checks"][2]
+    example = check.pop("counterexample")
+    assert check == {
+        "id": "loss.gradient",
+        "passed": False,
+        "status": "failed",
+        "kind": "convention",
+        "convention": "ratio-gradient",
+        "message": CONVENTION.message,
+        "cause": "gradient through the ratio",
+        "decisions": {"total": 0, "determined": 0, "wrong": 0, "rounding": 0},
+        "worst": "inf",
+        "rerun": CONVENTION.rerun,
+        "seconds": 0.5,
+    }
+    assert example["quantity"] == "gradient"
+    assert example["place"] == [0, 1]
+    assert (example["expected"], example["got"], example["margin"]) == ("0.5", "1.5", None)
+    assert example["inputs"]["logits"] == [[[0.5, "-inf", 1.25], [0.75, 0.0, -2.5]]]
+    assert example["dtypes"] == target_sample.KEEP.dtypes
+    assert target_written["checks"][0]["counterexample"] is None
+
+
+def test_text_that_is_no_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(target_report(replace(FAILED, message="raised ValueError: \udc80")), path)
+    assert _strict(path.read_text())["checks"][0]["message"] == "raised ValueError: \udc80"

@@ -12,6 +12,9 @@ from pdverify.conformance.checks.entry import check, coarse, every, infinite_all
 from pdverify.conformance.plan import Plan
 from pdverify.conformance.questions import Question
 
+MASK = ("keep", "divergence", "coefficient")
+"""What a wrong tail shows in, whatever the loss is."""
+
 
 def _predictive(plan: Plan) -> str | None:
     return None if plan.predictive else "the mask's direction does not depend on the tail"
@@ -29,7 +32,7 @@ def motion(plan: Plan) -> Iterator[Question]:
     """Heavy tails on which the aggregated, uniform and exact estimators, and no tail at all, give
     opposite signs of C; and policies that hold much of their mass outside the other's list."""
     for family in ("tail-conflict", "training-tail", "behavior-tail"):
-        yield from plan.ordinary(family)
+        yield from plan.ordinary(family, judges=MASK)
 
 
 @check(
@@ -81,17 +84,22 @@ def mass(plan: Plan) -> Iterator[Question]:
         for exponent in (-3, -4, -5, -6, -9, -13):
             key = f"pi_k = 1 - 1e{exponent}"
             yield from plan.ordinary(
-                "sampled-inside", key=key, change=_certain(10.0**exponent), vocab_size=65, top_k=8
+                "sampled-inside",
+                key=key,
+                change=_certain(10.0**exponent),
+                vocab_size=65,
+                top_k=8,
+                judges=MASK,
             )
         return
-    yield from plan.ordinary("training-no-tail")
+    yield from plan.ordinary("training-no-tail", judges=MASK)
     for exponent in (-3, -4, -5):
         key = f"training tail of 1e{exponent}"
         material = plan.material(
             "peaked", key=key, change=_with_tail(10.0**exponent), vocab_size=65, top_k=8
         )
         for rule in plan.rules(material):
-            yield plan.question(key, material, rule)
+            yield plan.question(key, material, rule, judges=MASK)
 
 
 def _certain(rest: float) -> Callable[[Batch], Batch]:

@@ -263,6 +263,32 @@ def _given_up(batch: Batch, own: bool) -> Batch:
 
 
 @check(
+    "mask.extreme-thresholds",
+    "thresholds of 0, and beyond every distance",
+    formula="delta = 0 drops whatever pushes out; a delta above every D keeps everything",
+    bug="`delta or default`: a zero taken for not given; a threshold that is clamped",
+    applies=every(
+        decides,
+        lambda plan: (
+            None
+            if plan.delta_is_free or plan.free("clip_low", "clip_high")
+            else "the threshold is fixed, or there is none"
+        ),
+    ),
+)
+def extreme_thresholds(plan: Plan) -> Iterator[Question]:
+    """Policies far apart, advantages that push outward: at a threshold of 0 every token is
+    dropped, at one of 1,000 none."""
+    material = plan.material("far-apart", advantages="push")
+    for width in (0.0, 1000.0):
+        if plan.rule.direction == "clip":
+            rule = plan.options.rule(clip_low=width, clip_high=width)
+        else:
+            rule = plan.options.rule(delta=width)
+        yield plan.question("far-apart", material, rule, judges=("keep",))
+
+
+@check(
     "mask.step-size",
     "the step size enters linearly and squared",
     formula="D + h C + h^2 Var / 2 > delta with h = eta A r",

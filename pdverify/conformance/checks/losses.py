@@ -176,7 +176,7 @@ def _dominant(batch: Batch) -> Batch:
 def cap(plan: Plan) -> Iterator[Question]:
     """Kept tokens (A < 0, the step brings the policies together) with ratios of 2 to 100, on both
     sides of the caps that frameworks use: 3, 5, 10 and 20. A target that takes ratio_cap is asked
-    at 2.5 as well."""
+    at 2.5 and 0.5 too."""
     batch = plan.material(
         "sampled-outside",
         sequences=1,
@@ -188,7 +188,7 @@ def cap(plan: Plan) -> Iterator[Question]:
     ).batch
     wide = with_ratio(batch, np.exp(np.linspace(np.log(2.0), np.log(100.0), 12)))
     wide = replace(wide, advantages=np.full(wide.tokens.shape, -0.5, dtype=np.float32))
-    caps = [plan.loss_cap, 2.5] if plan.free("ratio_cap") else [plan.loss_cap]
+    caps = [plan.loss_cap, 2.5, 0.5] if plan.free("ratio_cap") else [plan.loss_cap]
     for one in caps:
         yield _loss(
             plan,
@@ -263,9 +263,10 @@ def padding(plan: Plan) -> Iterator[Question]:
     applies=every(_returns_loss, _scalar),
 )
 def aggregation(plan: Plan) -> Iterator[Question]:
-    """Sequences of different lengths, harmless numbers on padding."""
-    batch = plan.material(
-        "peaked", sequences=4, length=8, vocab_size=65, top_k=plan.options.top_k or 6
-    ).batch
-    even = with_ratio(batch, np.exp(np.linspace(-0.5, 0.5, 32)))
-    yield _loss(plan, "uneven lengths", even, ("loss", "gradient"))
+    """Sequences of different lengths, kept and dropped tokens, harmless numbers on padding."""
+    for family in ("peaked", "far-apart"):
+        batch = plan.material(
+            family, sequences=4, length=8, vocab_size=65, top_k=plan.options.top_k or 6
+        ).batch
+        even = with_ratio(batch, np.exp(np.linspace(-0.5, 0.5, 32)))
+        yield _loss(plan, f"{family}, uneven lengths", even, ("loss", "gradient"))
