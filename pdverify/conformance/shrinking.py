@@ -41,28 +41,55 @@ class Shrunk:
     smaller: bool
 
 
-def shrink(question: Question, fault: Fault, verdict: Verdict, seconds: float) -> Shrunk:
-    """Reduce `question` while `verdict` still finds a fault, for at most `seconds`."""
+def shrink(
+    question: Question, fault: Fault, verdict: Verdict, seconds: float, free: frozenset[str]
+) -> Shrunk:
+    """Reduce `question` while `verdict` still finds a fault, for at most `seconds`.
+
+    `free` names the thresholds that may be changed: the target takes them.
+    """
     deadline = time.monotonic() + seconds
     best, found, smaller = question, fault, False
     tries = 0
-    for stage in (_tokens, _plain, _vocabulary, _lists, _rounder):
+    for stage in (_tokens, _plain, _easier, _vocabulary, _lists, _rounder, _vocabulary):
         moved = True
         while moved:
             moved = False
-            for make in stage(best, found):
+            for make in stage(best, found, free):
                 tries += 1
                 if tries > TRIES or time.monotonic() > deadline:
                     return Shrunk(best, found, smaller)
                 try:
                     candidate = make()
                     seen = verdict(candidate)
+                    if seen is None and "delta" in free:
+                        candidate = _retuned(candidate, found)
+                        seen = verdict(candidate)
                 except (InputError, ValueError):  # no valid batch comes of this step
                     continue
                 if seen is not None:
-                    best, found, smaller, moved = candidate, seen, True, True
+                    best, found, smaller = candidate, seen, True
+                    moved = stage is not _easier
                     break
     return Shrunk(best, found, smaller)
+
+
+def _retuned(question: Question, fault: Fault) -> Question:
+    """The question with its threshold as far from D, relatively, as it was in `fault`.
+
+    Raises:
+        ValueError: where that means nothing.
+    """
+    rule = question.rule
+    small = fault.quantity == "keep" and abs(fault.margin) < 0.5
+    if not small or rule.divergence is None or len(question.material.rows) > 1:
+        raise ValueError("no threshold to follow")
+    d = float(question.material.truth.divergence(rule.divergence, rule.partition).mid[0])
+    if not (np.isfinite(d) and d > 0):
+        raise ValueError("no finite D")
+    # the margin is (D - delta) over the larger of the two
+    delta = d * (1 - fault.margin) if fault.margin > 0 else d / (1 + fault.margin)
+    return replace(question, rule=replace(rule, delta_low=delta, delta_high=delta))
 
 
 def _select(batch: Batch, sequences: slice, positions: slice) -> Batch:
@@ -74,7 +101,7 @@ def _select(batch: Batch, sequences: slice, positions: slice) -> Batch:
     return replace(batch, **columns)
 
 
-def _tokens(question: Question, fault: Fault) -> Steps:
+def _tokens(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """The faulty token alone, or fewer sequences and positions."""
     batch = question.batch
     count, length = batch.tokens.shape
@@ -99,7 +126,7 @@ def _tokens(question: Question, fault: Fault) -> Steps:
             yield part(slice(None), half)
 
 
-def _plain(question: Question, fault: Fault) -> Steps:
+def _plain(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """The simplest layout, and harmless padding."""
     if question.presentation != "contiguous":
         yield lambda: replace(question, presentation="contiguous")
@@ -107,7 +134,21 @@ def _plain(question: Question, fault: Fault) -> Steps:
         yield lambda: replace(question, poison=False)
 
 
-def _vocabulary(question: Question, fault: Fault) -> Steps:
+def _easier(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
+    """A threshold far from D, which leaves room for everything that follows."""
+    if fault.quantity != "keep" or fault.row is None or "delta" not in free:
+        return
+    right = question.material.truth.decide(question.rule).divergence
+    d = float(right.mid[fault.row])
+    if np.isfinite(d) and d > 0:
+        for factor in (0.5, 2.0):
+            short = float(f"{factor * d:.1g}")
+            yield partial(
+                replace, question, rule=replace(question.rule, delta_low=short, delta_high=short)
+            )
+
+
+def _vocabulary(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """Fewer tokens outside the retained support."""
     batch = question.batch
     if not _reducible(batch):
@@ -118,14 +159,14 @@ def _vocabulary(question: Question, fault: Fault) -> Steps:
             yield partial(_on_part, question, batch, special, target - len(special))
 
 
-def _lists(question: Question, fault: Fault) -> Steps:
+def _lists(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """A shorter top-K list, on the fewest other tokens."""
     batch = question.batch
     if not _reducible(batch):
         return
     assert batch.topk_ids is not None
     k = batch.topk_ids.shape[-1]
-    for fewer in sorted({1, 2, 3, 5, k - 1}):
+    for fewer in sorted({1, 2, 3, 5, k // 2, k - 1}):
         if 0 < fewer < k:
             for spare in (1, 2):
                 yield partial(_on_shorter, question, fewer, spare)
@@ -159,7 +200,7 @@ def _on_part(question: Question, batch: Batch, special: IntArray, spare: int) ->
     return question.on(_merged(batch, new))
 
 
-def _rounder(question: Question, fault: Fault) -> Steps:
+def _rounder(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """Logits, advantages and thresholds with fewer digits."""
     batch, rule = question.batch, question.rule
     valid = batch.response_mask
@@ -176,7 +217,7 @@ def _rounder(question: Question, fault: Fault) -> Steps:
             ):
                 yield partial(_on_grid, question, step)
     for digits in (1, 2, 3):
-        short = _shorter(rule, digits)
+        short = _shorter(rule, digits, free)
         if short != rule:
             yield partial(replace, question, rule=short)
 
@@ -189,8 +230,10 @@ def _on_grid(question: Question, step: float) -> Question:
     return question.on(_rebuilt(batch, z, y))
 
 
-def _shorter(rule: Rule, digits: int) -> Rule:
-    names = ("delta_low", "delta_high", "clip_low", "clip_high")
+def _shorter(rule: Rule, digits: int, free: frozenset[str]) -> Rule:
+    names = set(free & {"delta_low", "delta_high", "clip_low", "clip_high"})
+    if "delta" in free:
+        names |= {"delta_low", "delta_high"}
     short: dict[str, Any] = {n: float(f"{getattr(rule, n):.{digits}g}") for n in names}
     return replace(rule, **short)
 

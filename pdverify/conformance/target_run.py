@@ -44,6 +44,9 @@ SHRINK_SECONDS = 2.0
 SHRINK_TOTAL = 6.0
 """Time for all counterexamples of one run."""
 
+THRESHOLDS = ("delta", "delta_low", "delta_high", "clip_low", "clip_high")
+"""Numbers that the reducer may make rounder where the target takes them."""
+
 HEAVY = 20_000
 """Vocabulary from which on the oracle's working arrays are not kept between questions."""
 
@@ -375,14 +378,17 @@ class TargetSession:
         )
 
     def _example(self, faulty: list[_Seen]) -> tuple[TargetCounterexample | None, Fault]:
-        """The smallest counterexample of the check, from its smallest faulty question."""
-        one = min(faulty, key=lambda x: x.question.batch.tokens.size * x.question.batch.vocab_size)
-        fault = max(one.judgment.faults, key=lambda f: f.ratio)
+        """A counterexample of the check: its clearest fault, which leaves most room to shrink."""
+        clearest = [(one, max(one.judgment.faults, key=lambda f: f.ratio)) for one in faulty]
+        one, fault = max(
+            clearest, key=lambda x: (x[0].question.batch.vocab_size < HEAVY, x[1].ratio)
+        )
         start = time.perf_counter()
         left = min(SHRINK_SECONDS, SHRINK_TOTAL - self._shrunk)
         question, smaller = one.question, False
         if left > 0 and fault.kind != "time-out" and not question.unanimous:
-            reduced = shrink(question, fault, self._same_fault(fault), left)
+            free = frozenset(x for x in THRESHOLDS if self.plan.free(x))
+            reduced = shrink(question, fault, self._same_fault(fault), left, free)
             question, fault, smaller = reduced.question, reduced.fault, reduced.smaller
         self._shrunk += time.perf_counter() - start
         return self._shown(question, fault, smaller), fault
