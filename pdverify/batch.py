@@ -143,6 +143,30 @@ class Batch:
         )
 
 
+def take(batch: Batch, sequences: slice, positions: slice) -> Batch:
+    """A part of a batch.
+
+    Raises:
+        InputError: it holds no valid token.
+    """
+    return _columns(batch, (sequences, positions))
+
+
+def gather(batch: Batch, rows: NDArray[np.intp]) -> Batch:
+    """The valid tokens of those numbers, `[N]`, as one sequence of a batch `[1, N]`."""
+    b, position = np.nonzero(batch.response_mask)
+    return _columns(batch, (b[rows][None], position[rows][None]))
+
+
+def _columns(batch: Batch, where: Any) -> Batch:
+    columns: dict[str, Any] = {
+        name: column[where]
+        for name, column in vars(batch).items()
+        if isinstance(column, np.ndarray)
+    }
+    return replace(batch, **columns)
+
+
 def check_threshold(name: str, value: float | None) -> None:
     """Reject a threshold (in the unit of its divergence) that is NaN, infinite or negative."""
     if value is not None and not (np.isfinite(value) and value >= 0):

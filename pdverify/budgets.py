@@ -265,6 +265,10 @@ class Budgets:
         cells, u = self.cells, self.unit
         if cells.ids is None or self.rows.logits is None:
             mass = SLACK * u * (KAPPA + 2) * np.ones(len(self.rows))
+            if cells.ids is not None and self.form == "plain":
+                # 1 - pi_k from a stored log-prob
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    mass = mass + SLACK * u * (2 * KAPPA + 4) / cells.pi_tail
             return mass, mass
         rho, pi = self._training
         used = cells.mu > 0

@@ -19,6 +19,7 @@ from pdverify.cases import BAD_INPUTS, EDGE_CASES, FAMILIES
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.definitions.masks import MASKS, TAILS
 from pdverify.formats import FORMATS
+from pdverify.report.explain import explain_all
 from pdverify.tools.mismatches import MISMATCHES
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +112,10 @@ def test_torch_range_and_python_floor() -> None:
 
 def test_changelog_has_the_version() -> None:
     assert f"## {pdverify.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_page_of_checks_is_what_the_program_writes() -> None:
+    assert (ROOT / "docs/checks.md").read_text() == explain_all()
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -16,12 +16,16 @@ def add_to(commands: Any) -> None:
         description="What a check means, its formula, the bugs it finds; what a convention is.",
         allow_abbrev=False,
     )
-    explain.add_argument("id", metavar="ID", help="as `pdverify list` shows it: mask.boundary")
+    which = explain.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "id", metavar="ID", nargs="?", help="as `pdverify list` shows it: mask.boundary"
+    )
+    which.add_argument("--all", action="store_true", help="every one, as a markdown page")
     explain.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdverify.report.explain import explain
+    from pdverify.report.explain import explain, explain_all
 
-    print(explain(args.id))
+    print(explain_all() if args.all else explain(args.id), end="" if args.all else "\n")
     return CONFORMS

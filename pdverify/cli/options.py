@@ -64,7 +64,7 @@ TARGET: dict[str, dict[str, Any]] = {
         "help": "conventions that TARGET follows on purpose",
     },
     "no-neg-inf": {"action": "store_true", "help": "leave out inputs that hold -inf"},
-    "time-limit": {"type": float, "metavar": "S", "help": "seconds for one call; default: 10"},
+    "time-limit": {"type": float, "metavar": "S", "help": "seconds for one call; default: 8"},
     "emit-test": {"metavar": "FILE.py", "help": "write a pytest file with each counterexample"},
     "junit": {"metavar": "FILE.xml", "help": "write a JUnit report"},
 }

@@ -155,9 +155,8 @@ def expect(question: Question, alternative: Alternative) -> Expectation:
         keeps = _keeps(rule, cells, rows, divergence, coefficient, gap, alternative)
         keep = keeps[0]
         sure = np.all([k == keep for k in keeps], axis=0)
-        if divergence is not None:  # where D is infinite the oracle may judge nobody
-            judged = question.material.truth.decide(question.rule).determined
-            sure &= np.isfinite(divergence) | (np.isposinf(divergence) & judged)
+        if divergence is not None:  # where D is infinite nobody is judged
+            sure &= np.isfinite(divergence)
         log_pi = _log_pi(rows)
         scene = Scene(rows.advantages, log_pi, gap, keep, question.ratio_cap, rule)
         loss, slope = (alternative.loss or definition_loss)(scene)

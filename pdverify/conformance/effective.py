@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,13 +54,16 @@ def _beta(batch: Batch, divergence: str, partition: Partition, tail: Tail | None
     return budgets.coefficient(divergence, tail) / unit
 
 
-@lru_cache(maxsize=8)
 def designed_question(plan: Plan) -> Designed:
     """What to ask: C itself, or decisions at delta = 0 for both signs of A."""
     rule = plan.rule
     assert rule.divergence is not None
-    batch = designed_batch(rule.divergence, rule.partition, rule.tail, plan.options.seed)
-    material = plan.wrap(batch)
+    divergence, partition, tail = rule.divergence, rule.partition, rule.tail
+    material = plan.cached(
+        ("designed", partition, tail),
+        lambda: plan.wrap(designed_batch(divergence, partition, tail, plan.options.seed)),
+    )
+    batch = material.batch
     right = material.truth.coefficient(rule.divergence, rule.partition, rule.tail)
     sign = np.where(right.low > 0, 1.0, np.where(right.high < 0, -1.0, 0.0))
     beta = _beta(batch, rule.divergence, rule.partition, rule.tail)

@@ -112,7 +112,11 @@ def right_decisions(question: Question, standard: Standard) -> Verdicts:
         allowances = [truth.allowance(rule, end, standard.unit, standard.form) for end in tails]
         directions = [_direction(truth, rule, right, end) for end in tails]
         near = excused(rule, right, allowances, directions, truth.rows.advantages)
-    return Verdicts(right, near | ~right.determined, near & right.determined)
+    open_rows = near | ~right.determined
+    if rule.divergence is not None and rule.direction != "none":
+        # rows where D or C is infinite are informative only
+        open_rows |= ~finite(truth.divergence(rule.divergence, rule.partition))
+    return Verdicts(right, open_rows, near & right.determined)
 
 
 def _direction(truth: Truth, rule: Rule, right: Decisions, end: Tail | None) -> Enclosure:
@@ -276,7 +280,8 @@ class Judge:
             else:
                 right = truth.coefficient(name, partition, end)
             rights.append(right)
-            errors.append(np.where(finite(right), distance(got, right), 0.0))
+            known = finite(right) & finite(truth.divergence(name, partition))
+            errors.append(np.where(known, distance(got, right), 0.0))
             budgets.append(truth.budget(quantity, name, partition, end, unit, form))
         shares = np.stack([over_budget(e, b) for e, b in zip(errors, budgets, strict=True)])
         best = shares.argmin(axis=0)  # a bracket's C may be that of either end
@@ -329,11 +334,15 @@ class Judge:
         log_pi_k = np.where(self._weight > 0, self._log_pi_k, 0.0)
         value = -np.sign(rows.advantages) * self._weight * log_pi_k
         allowed = np.abs(value) * relative * 2 + self._weight * gap * (1 + relative)
+        # a weight below the normal numbers has few digits, or none
+        allowed += FORMATS["fp32"].min_normal * np.abs(log_pi_k)
         loss = answer.values["loss"]
         if "loss" in question.judges:
             if loss.ndim:
                 self._either(seen, "loss", loss[index], value, allowed)
                 self._padding(seen, "loss", loss)
+            elif question.tokens == "padding":
+                self._scalar(seen, float(loss), float(loss), 0.0)
             elif question.tokens in ("kept", "all"):
                 kept = np.where(self._keeps, value, 0.0)
                 slack = np.where(self._open, np.abs(value), 0.0)

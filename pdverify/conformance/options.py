@@ -38,7 +38,7 @@ class Options:
         aggregation: how a scalar loss is reduced; None where the loss is per token.
         precision: number format that the target computes in.
         neg_inf: whether inputs may hold -inf.
-        time_limit: seconds one call may take.
+        time_limit: seconds one call may take; the first may take twice that.
         select, deselect: globs of check ids.
         accept: ids of conventions that the caller follows on purpose.
         level: ``quick`` or ``full``.
@@ -63,7 +63,7 @@ class Options:
     aggregation: str | None = None
     precision: str = "fp32"
     neg_inf: bool = True
-    time_limit: float = 10.0
+    time_limit: float = 8.0
     select: tuple[str, ...] = ()
     deselect: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()

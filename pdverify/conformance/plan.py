@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdverify.batch import Batch, InputError
+from pdverify.batch import Batch, take
 from pdverify.budgets import ANY_ORDER, Budgets
 from pdverify.cases import build as build_family
 from pdverify.cases import replace_last
@@ -32,37 +32,52 @@ VOCABULARY, TOP_K = 257, 20
 """Size of an ordinary input."""
 
 
+NUMBERS = frozenset((*THRESHOLDS, "clip_low", "clip_high", "ratio_cap", "eta"))
+"""Parameters that the suite varies where a target takes them."""
+
+
 @dataclass(frozen=True)
-class Claims:
-    """What determines the questions: the options without those that only select or limit."""
+class _Store:
+    """Batches and questions of one set of options, with their right answers, by key."""
 
-    options: Options
-    parameters: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-def plan_for(options: Options, parameters: tuple[str, ...], outputs: tuple[str, ...]) -> Plan:
-    """The plan of these claims, the same one for equal claims."""
-    bare = replace(options, select=(), deselect=(), accept=(), time_limit=1.0)
-    return _plan(Claims(bare, tuple(sorted(parameters)), tuple(sorted(outputs))))
+    materials: dict[Any, Material]
+    questions: dict[Any, list[Question]]
 
 
 @lru_cache(maxsize=4)
-def _plan(claims: Claims) -> Plan:
-    return Plan(claims)
+def _store(options: Options) -> _Store:
+    return _Store({}, {})
 
 
 class Plan:
-    """Makes questions for one kind of target."""
+    """Makes questions for one kind of target.
 
-    def __init__(self, claims: Claims) -> None:
-        self.options, self.parameters = claims.options, claims.parameters
-        self.outputs = claims.outputs
-        self._materials: dict[tuple[Any, ...], Material] = {}
-        self.questions: Callable[[Any], list[Question]] = cache(self._questions)
+    Args:
+        options: what the target claims.
+        parameters: the inputs it takes.
+        outputs: what it returns.
+    """
 
-    def _questions(self, check: Any) -> list[Question]:
-        return list(check.questions(self))
+    def __init__(
+        self, options: Options, parameters: tuple[str, ...], outputs: tuple[str, ...]
+    ) -> None:
+        self.options, self.parameters, self.outputs = options, parameters, outputs
+        self._shared = _store(replace(options, select=(), deselect=(), accept=(), time_limit=1.0))
+        self._traits = (NUMBERS & set(parameters), self.sampled_only, self._unit)
+
+    def questions(self, check: Any) -> list[Question]:
+        """What a check asks; the same objects for every target of these traits."""
+        key = (check.id, self._traits)
+        if key not in self._shared.questions:
+            self._shared.questions[key] = list(check.questions(self))
+        return self._shared.questions[key]
+
+    def cached(self, key: tuple[Any, ...], make: Callable[[], Material]) -> Material:
+        """The batch of that key, made once for all targets with these options."""
+        whole = (*key, self.sampled_only)
+        if whole not in self._shared.materials:
+            self._shared.materials[whole] = make()
+        return self._shared.materials[whole]
 
     # ---- what the target is
 
@@ -136,12 +151,21 @@ class Plan:
         outside; ``zero``: mostly 0.  `change` edits the batch; `key` names the edit.
         """
         seed = self.options.seed if seed is None else seed
-        name = (family, advantages, key, seed, *sorted(size.items()))
-        if name not in self._materials:
-            size = {"vocab_size": VOCABULARY, "top_k": self.options.top_k or TOP_K, **size}
-            batch = self._signed(build_family(family, seed=seed, **size), advantages)
-            self._materials[name] = self.wrap(change(batch) if change else batch)
-        return self._materials[name]
+        whole = {"vocab_size": VOCABULARY, "top_k": self.options.top_k or TOP_K, **size}
+
+        def make() -> Material:
+            batch = self._signed(build_family(family, seed=seed, **whole), advantages)
+            return self.wrap(change(batch) if change else batch)
+
+        return self.cached((family, advantages, key, seed, *sorted(whole.items())), make)
+
+    def sequence(self, family: str, length: int, **options: Any) -> Batch:
+        """One sequence of a family without padding."""
+        size = {"vocab_size": 65, "top_k": self.options.top_k or 6, **options}
+        # a batch of one sequence is padded at its last place
+        batch = self.material(family, sequences=1, length=length + 1, **size).batch
+        assert batch.response_mask[:, :-1].all()
+        return take(batch, slice(None), slice(0, length))
 
     def wrap(self, batch: Batch) -> Material:
         """A batch with its right answers, its lists replaced where the support says so."""
@@ -216,20 +240,44 @@ class Plan:
         options.setdefault("ratio_cap", cap)
         return Question(f"{name}{_thresholds(rule)}", material, rule, **options)
 
-    def near(self, family: str = "peaked") -> Iterator[Question]:
+    def near(self, family: str = "peaked", dtype: str = "fp32") -> Iterator[Question]:
         """Questions in which each token lies two to three budgets from its threshold.
 
-        Every advantage pushes outward, so that the proximity criterion alone decides.
+        Every advantage pushes outward, so that the proximity criterion alone decides.  In a
+        narrow format of logits only free thresholds can be brought that close.
         """
-        if self.rule.direction == "clip":
-            yield from self._near_clip(family)
+        if self.rule.direction == "clip" and self.free("clip_low", "clip_high"):
+            yield from self._near_width(family, dtype)
         elif self.delta_is_free:
-            yield from self._near_delta(family)
-        else:
+            yield from self._near_delta(family, dtype)
+        elif dtype == "fp32" and self.rule.direction == "clip":
+            yield from self._near_clip(family)
+        elif dtype == "fp32" and self.measured:
             yield from self._near_fixed(family)
 
-    def _near_delta(self, family: str) -> Iterator[Question]:
-        material = self.material(family, advantages="push", sequences=2, length=6, **self._small)
+    def _near_width(self, family: str, dtype: str) -> Iterator[Question]:
+        material = self.material(
+            family, advantages="push", sequences=2, length=6, dtype=dtype, **self._small
+        )
+        ratio = np.exp(self.distance(material.batch))
+        step = ratio * (np.expm1(2.5 * self._budget(material.batch)) + 8 * self._unit)
+        usable = np.isfinite(step) & (np.abs(ratio - 1) > 4 * step) & (ratio > 1e-3)
+        for t in np.flatnonzero(usable)[:5]:
+            for side in (-1, 1):
+                width = float(abs(ratio[t] - 1) + side * step[t])
+                b, position = material.rows.index[t]
+                yield self.question(
+                    f"{family}, bound {'beyond' if side > 0 else 'short of'} r of"
+                    f" [{b}, {position}], {dtype}",
+                    material,
+                    self.options.rule(clip_low=min(width, 1.0), clip_high=width),
+                    judges=("keep",),
+                )
+
+    def _near_delta(self, family: str, dtype: str) -> Iterator[Question]:
+        material = self.material(
+            family, advantages="push", sequences=2, length=6, dtype=dtype, **self._small
+        )
         truth, rule = material.truth, self.rule
         assert rule.divergence is not None
         right = truth.divergence(rule.divergence, rule.partition)
@@ -240,7 +288,7 @@ class Plan:
                 delta = float(right.mid[t] + side * (budget[t] + self._unit * right.mid[t]))
                 if delta > 0:
                     b, position = material.rows.index[t]
-                    name = f"{family}, threshold {'above' if side > 0 else 'below'} D of"
+                    name = f"{dtype} {family}, threshold {'above' if side > 0 else 'below'} D of"
                     yield self.question(
                         f"{name} [{b}, {position}]", material, self.options.rule(delta=delta),
                         judges=("keep",),
@@ -372,6 +420,3 @@ def _thresholds(rule: Rule) -> str:
     if rule.delta_low == rule.delta_high:
         return f", delta = {rule.delta_low:.6g}"
     return f", delta_low = {rule.delta_low:.6g}, delta_high = {rule.delta_high:.6g}"
-
-
-__all__ = ["InputError", "Plan", "assembled", "plan_for"]

@@ -56,6 +56,9 @@ ARGUMENTS: dict[str, str] = {
 }
 """Inputs of the target protocol: name -> dtype (``working`` is that of the logits)."""
 
+GARBAGE = 1e4
+"""What stands on the padding of the input that a gradient is taken at."""
+
 RETURNS = ("keep", "divergence", "coefficient", "loss")
 
 
@@ -128,6 +131,11 @@ class Question:
         return replace(self, material=fresh)
 
 
+def differentiated(names: tuple[str, ...]) -> str | None:
+    """The input at which a loss's gradient is judged: `logits`, else `logprobs`."""
+    return next((name for name in ("logits", "logprobs") if name in names), None)
+
+
 def _filled(x: NDArray[Any], valid: NDArray[np.bool_], value: Any) -> NDArray[Any]:
     mask = valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim))
     return np.where(mask, x, np.asarray(value, dtype=x.dtype))
@@ -136,12 +144,15 @@ def _filled(x: NDArray[Any], valid: NDArray[np.bool_], value: Any) -> NDArray[An
 def arguments(question: Question, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments `names` of the target protocol: NumPy arrays and numbers.
 
-    Logits come as float32 or float64 arrays that hold values of `batch.dtype`.
+    Logits come as float32 or float64 arrays that hold values of `batch.dtype`.  Poison on padding
+    is NaN, except where a gradient is taken: there NaN has no gradient but NaN, whatever follows,
+    so it is a large number.
     """
     batch, rule = question.batch, question.rule
     valid = batch.response_mask
     float_fill = np.nan if question.poison else 0.0
     logprob_fill = np.nan if question.poison else -1.0
+    at = differentiated(names) if question.loss and question.poison else None
     made: dict[str, Any] = {
         "response_mask": valid,
         "tokens": np.where(valid, batch.tokens, 0),
@@ -158,7 +169,8 @@ def arguments(question: Question, names: tuple[str, ...]) -> dict[str, Any]:
     }
     for name in ("logits", "behavior_logits"):
         if name in names:
-            made[name] = _filled(_need(getattr(batch, name)), valid, float_fill)
+            fill = GARBAGE if name == at else float_fill
+            made[name] = _filled(_need(getattr(batch, name)), valid, fill)
     if batch.topk_ids is not None:
         made["top_k"] = batch.topk_ids.shape[-1]
         made["topk_ids"] = _filled(batch.topk_ids, valid, 0)
@@ -167,7 +179,8 @@ def arguments(question: Question, names: tuple[str, ...]) -> dict[str, Any]:
         log_pi = np.zeros(_need(batch.logits).shape)
         log_pi[valid] = log_softmax(_need(batch.logits)[valid].astype(np.float64))
         own = np.take_along_axis(log_pi, made["tokens"][..., None], axis=-1)
-        made["logprobs"] = _filled(own[..., 0].astype(np.float32), valid, logprob_fill)
+        fill = -GARBAGE if at == "logprobs" else logprob_fill
+        made["logprobs"] = _filled(own[..., 0].astype(np.float32), valid, fill)
     if any("support" in name for name in names):
         made.update(_support(question, made, log_pi if "support_logprobs" in names else None))
     return {name: made[name] for name in names}

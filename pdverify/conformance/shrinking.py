@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pdverify.batch import Batch, FloatArray, InputError, IntArray
+from pdverify.batch import Batch, FloatArray, InputError, IntArray, take
 from pdverify.cases.assemble import log_softmax, round_logits
 from pdverify.conformance.judging import Fault
 from pdverify.conformance.questions import Question
@@ -92,22 +92,13 @@ def _retuned(question: Question, fault: Fault) -> Question:
     return replace(question, rule=replace(rule, delta_low=delta, delta_high=delta))
 
 
-def _select(batch: Batch, sequences: slice, positions: slice) -> Batch:
-    columns = {
-        f.name: getattr(batch, f.name)[sequences, positions]
-        for f in fields(batch)
-        if isinstance(getattr(batch, f.name), np.ndarray)
-    }
-    return replace(batch, **columns)
-
-
 def _tokens(question: Question, fault: Fault, free: frozenset[str]) -> Steps:
     """The faulty token alone, or fewer sequences and positions."""
     batch = question.batch
     count, length = batch.tokens.shape
 
     def part(sequences: slice, positions: slice) -> Callable[[], Question]:
-        return lambda: question.on(_select(batch, sequences, positions))
+        return lambda: question.on(take(batch, sequences, positions))
 
     if (count, length) == (1, 1):
         return

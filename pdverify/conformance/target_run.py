@@ -19,7 +19,7 @@ from pdverify.conformance.checks import CHECKS, Check, in_order
 from pdverify.conformance.effective import designed_question, signs
 from pdverify.conformance.judging import Fault, Judge, Judgment, Standard
 from pdverify.conformance.options import Options
-from pdverify.conformance.plan import Plan, plan_for
+from pdverify.conformance.plan import Plan
 from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question, arguments, unit_roundoff
 from pdverify.conformance.records import (
     CheckRecord,
@@ -42,7 +42,7 @@ SHRINK_SECONDS = 2.0
 """Time for one counterexample."""
 
 SHRINK_TOTAL = 6.0
-"""Time for all counterexamples of one run."""
+"""Time for all counterexamples of one run where the caller does not say."""
 
 THRESHOLDS = ("delta", "delta_low", "delta_high", "clip_low", "clip_high")
 """Numbers that the reducer may make rounder where the target takes them."""
@@ -92,7 +92,13 @@ class TargetSession:
         InputError, UnknownName: an option.
     """
 
-    def __init__(self, target: str | Callable[..., Any], options: Options) -> None:
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        options: Options,
+        shrink_seconds: float = SHRINK_TOTAL,
+    ) -> None:
+        self.shrink_seconds = shrink_seconds
         self.started = time.perf_counter()
         self.options = options
         self.target = load_target(target)
@@ -103,11 +109,11 @@ class TargetSession:
         self.caller = Caller(self.target, options.time_limit)
         self.unit = unit_roundoff(options.precision, self.target.parameters)
         self.aggregation = options.aggregation or "none"
-        first = plan_for(options, self.target.parameters, ("keep", "loss"))
+        first = Plan(options, self.target.parameters, ("keep", "loss"))
         self._hung: str | None = None
         self._first_answer = self._try(first)
         self.outputs = tuple(n for n in RETURNS if n in self._first_answer.values)
-        self.plan = plan_for(options, self.target.parameters, self.outputs)
+        self.plan = Plan(options, self.target.parameters, self.outputs)
         self.ids = [
             id
             for id in in_order()
@@ -350,6 +356,8 @@ class TargetSession:
         for kind in ("time-out", "raised", "form", "modified"):
             if kind in kinds:
                 return kind
+        if any(one.answer.failure is not None for one in faulty):
+            return "wrong"
         if name is not None:
             return "convention" if name.documented else "wrong"
         if "not-a-number" in kinds:
@@ -369,6 +377,8 @@ class TargetSession:
         def small(fault: Fault) -> bool:
             if fault.quantity == "keep":
                 return abs(fault.margin) <= 4 * unit
+            if fault.quantity in ("answer", "inputs"):
+                return False
             return fault.error <= 4 * unit * abs(float(fault.got))
 
         return all(
@@ -384,7 +394,7 @@ class TargetSession:
             clearest, key=lambda x: (x[0].question.batch.vocab_size < HEAVY, x[1].ratio)
         )
         start = time.perf_counter()
-        left = min(SHRINK_SECONDS, SHRINK_TOTAL - self._shrunk)
+        left = min(SHRINK_SECONDS, self.shrink_seconds - self._shrunk)
         question, smaller = one.question, False
         if left > 0 and fault.kind != "time-out" and not question.unanimous:
             free = frozenset(x for x in THRESHOLDS if self.plan.free(x))
@@ -546,15 +556,21 @@ class TargetSession:
 
 
 def check_target(
-    target: str | Callable[..., Any], options: Options, *, progress: Progress | None = None
+    target: str | Callable[..., Any],
+    options: Options,
+    *,
+    progress: Progress | None = None,
+    shrink_seconds: float = SHRINK_TOTAL,
 ) -> TargetReport:
     """Judge a target; see `TargetSession`.
+
+    `shrink_seconds` bounds the time spent on making counterexamples smaller.
 
     Raises:
         TargetError: it cannot be judged, or nothing was checked.
         InputError, UnknownName: an option.
     """
-    return TargetSession(target, options).report(progress)
+    return TargetSession(target, options, shrink_seconds).report(progress)
 
 
 def applicable_checks(target: str | Callable[..., Any], options: Options) -> list[str]:

@@ -13,16 +13,22 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdverify.batch import Batch
+from pdverify.batch import Batch, take
 from pdverify.conformance.answers import Answer, Failure
-from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question, arguments
+from pdverify.conformance.questions import (
+    ARGUMENTS,
+    RETURNS,
+    Question,
+    arguments,
+    differentiated,
+)
 
 
 class TargetError(ValueError):
@@ -46,7 +52,7 @@ class Target:
     @property
     def differentiates(self) -> str | None:
         """The input at which a loss's gradient is judged: `logits`, else `logprobs`."""
-        return next((name for name in ("logits", "logprobs") if name in self.parameters), None)
+        return differentiated(self.parameters)
 
 
 def load_target(target: str | Callable[..., Any]) -> Target:
@@ -155,7 +161,7 @@ class Caller:
 
     def __init__(self, target: Target, time_limit: float) -> None:
         self.target, self.time_limit = target, time_limit
-        self.calls = 0
+        self._first = True
         self._work: queue.SimpleQueue[Callable[[], None]] | None = None
         self._thread: threading.Thread | None = None
 
@@ -163,7 +169,6 @@ class Caller:
         """The target's answer to `question`."""
         if question.presentation == "split":
             return self._split(question)
-        self.calls += 1
         answer = self._limited(lambda: _call(self.target, question))
         if question.presentation == "repeated" and answer.failure is None:
             again = self._limited(lambda: _call(self.target, question))
@@ -172,11 +177,9 @@ class Caller:
 
     def _split(self, question: Question) -> Answer:
         """One call per sequence, put together again."""
-        from dataclasses import replace
-
         parts = []
         for b in range(len(question.batch.tokens)):
-            one = question.on(take_sequences(question.batch, slice(b, b + 1)))
+            one = question.on(take(question.batch, slice(b, b + 1), slice(None)))
             parts.append(self.ask(replace(one, presentation="contiguous")))
             if parts[-1].failure is not None:
                 return parts[-1]
@@ -200,12 +203,14 @@ class Caller:
             self._thread.start()
         assert self._work is not None
         self._work.put(lambda: done.put(call()))
+        # the first call may import and compile
+        limit, self._first = self.time_limit * (1 + self._first), False
         try:
-            return done.get(timeout=self.time_limit)
+            return done.get(timeout=limit)
         except queue.Empty:
             _stop(self._thread)
             self._thread = None
-            message = f"did not return within {self.time_limit:g} s (--time-limit)"
+            message = f"did not return within {limit:g} s (--time-limit {self.time_limit:g})"
             return Answer(failure=Failure("time-out", message))
 
 
@@ -228,18 +233,6 @@ def _stop(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped)
     )
-
-
-def take_sequences(batch: Any, which: slice) -> Any:
-    """The batch with a selection of its sequences."""
-    from dataclasses import fields, replace
-
-    columns = {
-        f.name: getattr(batch, f.name)[which]
-        for f in fields(batch)
-        if isinstance(getattr(batch, f.name), np.ndarray)
-    }
-    return replace(batch, **columns)
 
 
 def _call(target: Target, question: Question) -> Answer:

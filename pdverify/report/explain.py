@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 
 from pdverify.conformance.alternatives import ALTERNATIVES, Alternative
-from pdverify.conformance.checks import CHECKS, Check
+from pdverify.conformance.checks import CHECKS, Check, in_order
 from pdverify.registry import UnknownName
 from pdverify.report.writer import WIDTH
 
@@ -29,6 +29,57 @@ def explain(id: str) -> str:
         hint = f"did you mean {', '.join(close)}" if close else "`pdverify list` shows them"
         raise UnknownName(f"unknown check or convention {id!r}; {hint}")
     return "\n\n".join(pages)
+
+
+def explain_all() -> str:
+    """Every check and every alternative as one markdown page: `docs/checks.md`."""
+    lines = [
+        "# Checks and conventions",
+        "",
+        "Written by `pdverify explain --all`; a test compares it.",
+        "",
+        "| check | looks at |",
+        "|---|---|",
+        *(
+            f"| [`{id}`](#{id.replace('.', '')}) | {_in_table(CHECKS[id].summary)} |"
+            for id in in_order()
+        ),
+    ]
+    for id in in_order():
+        check = CHECKS[id]
+        lines += [
+            "",
+            f"## {id}",
+            "",
+            _fill(check.meaning),
+            "",
+            f"- must hold: `{check.formula}`",
+            f"- finds: {check.bug}",
+            *(f"- seen in public: {example}" for example in check.examples),
+        ]
+    for title, documented, text in (
+        ("Conventions", True, "`--accept ID` accepts one; the report names it where it fits."),
+        ("Likely causes", False, "Bugs that the report recognizes by their answers."),
+    ):
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            text,
+            "",
+            "| id | what is different | seen in |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| `{id}` | {_in_table(one.summary)} | {_in_table(one.source)} |"
+            for id, one in ALTERNATIVES.items()
+            if one.documented == documented
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _in_table(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _check(check: Check) -> str:

@@ -18,7 +18,7 @@ from pdverify.conformance.alternatives import (
 )
 from pdverify.conformance.checks import CHECKS
 from pdverify.conformance.options import Options
-from pdverify.conformance.plan import Plan, plan_for
+from pdverify.conformance.plan import Plan
 from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question
 from pdverify.definitions import masks
 from pdverify.definitions.cells import build
@@ -48,7 +48,7 @@ SAME_HERE = {
 
 
 def plan(options: Options) -> Plan:
-    return plan_for(options, tuple(ARGUMENTS), RETURNS)
+    return Plan(options, tuple(ARGUMENTS), RETURNS)
 
 
 def questions(options: Options) -> Iterator[Question]:

@@ -80,9 +80,11 @@ def determinism(plan: Plan) -> Iterator[Question]:
 )
 def bf16(plan: Plan) -> Iterator[Question]:
     """Logits stored in bfloat16, as a trainer under autocast has them. The oracle takes them as
-    the numbers they are, so a target that upcasts first is held to its declared precision."""
+    the numbers they are, so a target that upcasts first is held to its declared precision; some
+    thresholds are as close to a token's D as that can tell."""
     for family in ("peaked", "direction-conflict"):
         yield from plan.ordinary(family, vocab_size=65, top_k=plan.options.top_k or 6, dtype="bf16")
+    yield from plan.near(dtype="bf16")
 
 
 @check(
@@ -97,3 +99,4 @@ def fp16(plan: Plan) -> Iterator[Question]:
     """Logits stored in float16: their range ends at 65,504, and below 2^-14 they lose digits."""
     for family in ("peaked", "far-apart"):
         yield from plan.ordinary(family, vocab_size=65, top_k=plan.options.top_k or 6, dtype="fp16")
+    yield from plan.near(dtype="fp16")

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdverify.batch import Batch
+from pdverify.batch import Batch, gather
 from pdverify.conformance.checks.entry import check, coarse, every, infinite_allowed, measures
 from pdverify.conformance.plan import Plan
 from pdverify.conformance.questions import Question
+from pdverify.definitions.masks import coefficient
 
 MASK = ("keep", "divergence", "coefficient")
 """What a wrong tail shows in, whatever the loss is."""
@@ -59,6 +60,33 @@ def count(plan: Plan) -> Iterator[Question]:
         for vocabulary in (k + 3, k + 4):
             if family != "k-almost-all" or plan.top_k_is_free:
                 yield from plan.ordinary(family, vocab_size=max(vocabulary, 5), top_k=k)
+    yield from _by_count(plan, k)
+
+
+def _by_count(plan: Plan, k: int) -> Iterator[Question]:
+    """Tokens whose direction depends on the number of tokens in the tail."""
+    rule = plan.rule
+    assert rule.divergence is not None
+    for family in ("sampled-inside", "sampled-outside"):
+        batch = plan.material(
+            family, sequences=24, length=64, vocab_size=max(k + 4, 5), top_k=k
+        ).batch
+        cells = plan.cells(batch)
+        signs = [
+            np.sign(coefficient(replace(cells, tail_cells=number), rule.divergence, "uniform"))
+            for number in (
+                cells.tail_cells,
+                np.maximum(cells.tail_cells - 1, 1),
+                cells.tail_cells + 1,
+                np.full(len(cells.slot), batch.vocab_size),
+            )
+        ]
+        rows = np.flatnonzero(np.any([s != signs[0] for s in signs], axis=0))[:32]
+        if len(rows):
+            some = gather(batch, rows)
+            delta = float(f"{plan.distance(some).min() / 2:.1g}")
+            at = plan.options.rule(delta=delta) if plan.delta_is_free else rule
+            yield plan.question(f"{family}, close to C = 0", plan.wrap(some), at)
 
 
 @check(

@@ -45,6 +45,25 @@ def direction(plan: Plan) -> Iterator[Question]:
     together (and the mirror image). A mask that uses the other direction is wrong on each."""
     for family in ("direction-conflict", "swapped"):
         yield from plan.ordinary(family, judges=("keep",))
+    yield from plan.ordinary(
+        "sampled-inside", key="the two strongest exchanged", change=_exchanged, judges=("keep",)
+    )
+
+
+def _exchanged(batch: Batch) -> Batch:
+    """mu is pi with the two strongest tokens exchanged; one of them is sampled."""
+    assert batch.logits is not None
+    z = np.where(batch.response_mask[..., None], batch.logits, 0.0).astype(np.float64)
+    first, second = (np.argsort(-z, axis=-1, kind="stable")[..., i, None] for i in (0, 1))
+    top, next_top = (np.take_along_axis(z, at, axis=-1) for at in (first, second))
+    # at least a nat apart, so that the exchange moves mass
+    np.put_along_axis(z, first, np.maximum(top, next_top + 1), axis=-1)
+    y = z.copy()
+    np.put_along_axis(y, first, next_top, axis=-1)
+    np.put_along_axis(y, second, np.maximum(top, next_top + 1), axis=-1)
+    even = np.arange(batch.tokens.size).reshape(batch.tokens.shape) % 2 == 0
+    tokens = np.where(even, first[..., 0], second[..., 0])
+    return assembled(batch, z, y, tokens)
 
 
 @check(
@@ -277,15 +296,16 @@ def _given_up(batch: Batch, own: bool) -> Batch:
     ),
 )
 def extreme_thresholds(plan: Plan) -> Iterator[Question]:
-    """Policies far apart, advantages that push outward: at a threshold of 0 every token is
-    dropped, at one of 1,000 none."""
-    material = plan.material("far-apart", advantages="push")
-    for width in (0.0, 1000.0):
-        if plan.rule.direction == "clip":
-            rule = plan.options.rule(clip_low=width, clip_high=width)
-        else:
-            rule = plan.options.rule(delta=width)
-        yield plan.question("far-apart", material, rule, judges=("keep",))
+    """Policies near and far apart, advantages that push outward: at a threshold of 0 every token
+    is dropped, at one of 1,000 none."""
+    for family in ("peaked", "far-apart"):
+        material = plan.material(family, advantages="push")
+        for width in (0.0, 1000.0):
+            if plan.rule.direction == "clip":
+                rule = plan.options.rule(clip_low=width, clip_high=width)
+            else:
+                rule = plan.options.rule(delta=width)
+            yield plan.question(family, material, rule, judges=("keep",))
 
 
 @check(
@@ -304,8 +324,8 @@ def extreme_thresholds(plan: Plan) -> Iterator[Question]:
     ),
 )
 def step_size(plan: Plan) -> Iterator[Question]:
-    """The second-order mask at step sizes 1/8 and 4."""
-    for family in ("peaked", "far-apart"):
+    """The second-order mask at step sizes 1/8 and 4, also where the tail is one strong token."""
+    for family in ("peaked", "far-apart", "training-tail", "behavior-tail"):
         material = plan.material(family)
         for rule in plan.rules(material):
             for eta in (0.125, 4.0):

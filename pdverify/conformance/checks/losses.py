@@ -35,9 +35,7 @@ def _loss(plan: Plan, name: str, batch: Batch, judges: tuple[str, ...], **option
 def _mild(plan: Plan) -> Iterator[tuple[str, Batch]]:
     """One sequence without padding, ratios below 2: no cap and no aggregation shows."""
     for family in ("peaked", "temperature", "sampled-outside"):
-        batch = plan.material(
-            family, sequences=1, length=12, vocab_size=65, top_k=plan.options.top_k or 6
-        ).batch
+        batch = plan.sequence(family, 12)
         yield family, with_ratio(batch, np.exp(np.linspace(-0.6, 0.6, 12)))
 
 
@@ -112,17 +110,8 @@ def gradient(plan: Plan) -> Iterator[Question]:
 def dropped(plan: Plan) -> Iterator[Question]:
     """Tokens outside the trust region whose advantage pushes outward, one unpadded sequence."""
     for family in ("far-apart", "direction-conflict"):
-        material = plan.material(
-            family,
-            advantages="push",
-            sequences=1,
-            length=16,
-            vocab_size=65,
-            top_k=plan.options.top_k or 6,
-        )
-        yield plan.question(
-            family, material, plan.rule, judges=("loss", "gradient"), tokens="dropped"
-        )
+        batch = plan.sequence(family, 16, advantages="push")
+        yield _loss(plan, family, batch, ("loss", "gradient"), tokens="dropped")
 
 
 @check(
@@ -138,20 +127,27 @@ def dropped(plan: Plan) -> Iterator[Question]:
 )
 def overflow(plan: Plan) -> Iterator[Question]:
     """Tokens that the behavior policy all but excluded: log r is about 90, beyond exp in float32.
-    With A > 0 they are dropped, with A < 0 kept at the capped ratio."""
-    batch = plan.material(
-        "sampled-outside",
-        sequences=1,
-        length=12,
-        vocab_size=65,
-        top_k=plan.options.top_k or 6,
-        key="overflow",
-        change=lambda b: _dominant(b),
-    ).batch
+    With A > 0 they are dropped, with A < 0 kept at the capped ratio. And tokens whose probability
+    underflows under both policies, so that a quotient of probabilities is 0 / 0."""
+    batch = _dominant(plan.sequence("sampled-outside", 12))
     far = with_ratio(batch, np.exp(np.linspace(89.5, 92.0, 12)))
     a = np.where(np.arange(12) % 2 == 0, 1.5, -0.75).astype(np.float32)
     far = replace(far, advantages=np.resize(a, far.tokens.shape))
     yield _loss(plan, "log r about 90", far, ("loss", "gradient"))
+    rare = _rare(plan.sequence("peaked", 12))
+    yield _loss(plan, "both probabilities about e^-110", rare, ("loss", "gradient"))
+
+
+def _rare(batch: Batch) -> Batch:
+    """Both policies all but exclude the sampled token, in about the same measure."""
+    assert batch.logits is not None
+    assert batch.behavior_logits is not None
+    z, y = batch.logits.astype(np.float64), batch.behavior_logits.astype(np.float64)
+    at = batch.tokens[..., None]
+    gap = np.linspace(-0.5, 0.5, batch.tokens.size).reshape(at.shape)
+    np.put_along_axis(z, at, _log_sum(z) - 110.0, axis=-1)
+    np.put_along_axis(y, at, _log_sum(y) - 110.0 - gap, axis=-1)
+    return assembled(batch, z, y)
 
 
 def _dominant(batch: Batch) -> Batch:
@@ -177,15 +173,7 @@ def cap(plan: Plan) -> Iterator[Question]:
     """Kept tokens (A < 0, the step brings the policies together) with ratios of 2 to 100, on both
     sides of the caps that frameworks use: 3, 5, 10 and 20. A target that takes ratio_cap is asked
     at 2.5 and 0.5 too."""
-    batch = plan.material(
-        "sampled-outside",
-        sequences=1,
-        length=12,
-        vocab_size=65,
-        top_k=plan.options.top_k or 6,
-        key="cap",
-        change=lambda b: _dominant(b),
-    ).batch
+    batch = _dominant(plan.sequence("sampled-outside", 12))
     wide = with_ratio(batch, np.exp(np.linspace(np.log(2.0), np.log(100.0), 12)))
     wide = replace(wide, advantages=np.full(wide.tokens.shape, -0.5, dtype=np.float32))
     caps = [plan.loss_cap, 2.5, 0.5] if plan.free("ratio_cap") else [plan.loss_cap]
@@ -203,28 +191,26 @@ def cap(plan: Plan) -> Iterator[Question]:
 @check(
     "loss.small-ratio",
     "small importance ratios have no floor",
-    formula="-A r log pi_k with r down to e^-40",
+    formula="-A r log pi_k with r down to e^-110",
     bug="a log-ratio clamped from below, a floor on the weight",
     examples=("a clamp of the log-ratio at -20; two-sided CISPO holds the weight above 0.8",),
     applies=_returns_loss,
 )
 def small_ratio(plan: Plan) -> Iterator[Question]:
     """Kept tokens (A > 0) whose training probability has fallen far below the behavior one."""
-    batch = plan.material(
-        "sampled-inside", sequences=1, length=12, vocab_size=65, top_k=plan.options.top_k or 6
-    ).batch
+    batch = plan.sequence("sampled-inside", 12)
     valid = batch.response_mask
     assert batch.logits is not None
     assert batch.behavior_logits is not None
     z = np.where(valid[..., None], batch.logits, 0.0).astype(np.float64)
     y = np.where(valid[..., None], batch.behavior_logits, 0.0).astype(np.float64)
     at = batch.tokens[..., None]
-    depth = np.linspace(2.0, 40.0, batch.tokens.size).reshape(batch.tokens.shape)[..., None]
+    depth = np.linspace(2.0, 110.0, batch.tokens.size).reshape(batch.tokens.shape)[..., None]
     top = z.max(axis=-1, keepdims=True)
     np.put_along_axis(z, at, top - depth, axis=-1)
     low = assembled(batch, z, y)
     low = replace(low, advantages=np.full(low.tokens.shape, 0.5, dtype=np.float32))
-    yield _loss(plan, "r down to e^-40", low, ("loss", "gradient"), tokens="kept")
+    yield _loss(plan, "r down to e^-110", low, ("loss", "gradient"), tokens="kept")
 
 
 @check(
@@ -263,10 +249,19 @@ def padding(plan: Plan) -> Iterator[Question]:
     applies=every(_returns_loss, _scalar),
 )
 def aggregation(plan: Plan) -> Iterator[Question]:
-    """Sequences of different lengths, kept and dropped tokens, harmless numbers on padding."""
+    """Sequences of different lengths, one of them empty, kept and dropped tokens, harmless numbers
+    on padding."""
     for family in ("peaked", "far-apart"):
         batch = plan.material(
             family, sequences=4, length=8, vocab_size=65, top_k=plan.options.top_k or 6
         ).batch
         even = with_ratio(batch, np.exp(np.linspace(-0.5, 0.5, 32)))
         yield _loss(plan, f"{family}, uneven lengths", even, ("loss", "gradient"))
+    empty = even.response_mask.copy()
+    empty[1] = False
+    yield _loss(
+        plan,
+        "a sequence of padding alone",
+        replace(even, response_mask=empty),
+        ("loss", "gradient"),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,17 +85,23 @@ def tiny(plan: Plan) -> Iterator[Question]:
 def large(plan: Plan) -> Iterator[Question]:
     """The vocabulary of a present-day model, with sampled and listed ids over the whole range.
     Budgets grow with V, so this looks for gross errors."""
-    for family in ("peaked", "zipf"):
+    size = {"vocab_size": LARGE, "top_k": _k(plan, 20), "sequences": 2, "length": 3}
+    for name, sampled in (("as drawn", None), ("sampled id V - 1", LARGE - 1)):
         material = plan.material(
-            family,
-            vocab_size=LARGE,
-            top_k=_k(plan, 20),
-            sequences=2,
-            length=2,
-            key="last ids",
-            change=lambda b: renamed(b, sampled=LARGE - 1),
+            "peaked",
+            advantages="push",
+            key=name,
+            change=partial(renamed, sampled=sampled),
+            **size,
         )
-        yield plan.question(f"{family}, V = {LARGE}", material, plan.rule)
+        d = plan.distance(material.batch)
+        rules = [plan.rule]
+        if plan.delta_is_free and np.isfinite(d).all():
+            rules = [
+                plan.options.rule(delta=float(f"{x:.2g}")) for x in (1.5 * d.max(), d.min() / 2)
+            ]
+        for rule in rules:
+            yield plan.question(f"V = {LARGE}, {name}", material, rule)
 
 
 @check(
