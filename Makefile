@@ -7,13 +7,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VERIFY_ARGS ?=
 
-.PHONY: verify test check derive install lint clean
+.PHONY: verify test frameworks derive install lint clean
 
 verify: $(VENV)/.verify
 	$(BIN)/pdverify check $(VERIFY_ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 --cov=pdverify --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --cov=pdverify --cov-report=term:skip-covered --cov-fail-under=90
+
+# Released frameworks, each in an environment of its own; writes docs/frameworks.md.
+frameworks: $(VENV)/.torch
+	$(PIP) install -q -c constraints.txt -e .
+	$(BIN)/python -m pdverify.tools.frameworks
 
 derive: $(VENV)/.test
 	$(BIN)/python -m derivations check

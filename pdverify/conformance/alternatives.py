@@ -223,23 +223,26 @@ def explains(
     answer: Answer,
     kept: BoolArray | None,
     known: BoolArray,
-    faulty: BoolArray,
+    faulty: BoolArray | None,
     at: str | None,
     aggregation: str,
 ) -> bool:
     """Whether an alternative gives all of a target's answers to a question.
 
     `kept` and `known` are the decisions the answer says or implies; `faulty` marks the tokens
-    that showed the difference: at least one of them must be clear.
+    that showed the difference: at least one of them must be clear.  None where none did.
     """
     if answer.failure is not None or not alternative.applies(question):
         return False
     try:
-        expected = expect(question, alternative)
+        expected = question.material.once(
+            (question.rule, question.ratio_cap, alternative.id),
+            lambda: expect(question, alternative),
+        )
     except (ValueError, AssertionError):
         return False
     sure = expected.sure
-    if not (faulty & sure).any():
+    if faulty is not None and not (faulty & sure).any():
         return False
     index = tuple(question.material.rows.index.T)
     with np.errstate(all="ignore"):
@@ -347,6 +350,20 @@ _convention(
     "gradient through the ratio, uncapped: loss -A r",
     "prime-rl, SkyRL and UniRL, 2026",
     loss=lambda s: _differentiated(s, np.inf),
+)
+
+
+def _clamped(scene: Scene) -> tuple[Array, Array]:
+    r = np.exp(np.clip(scene.gap, -20, 20))
+    value = np.where(scene.keep, -scene.advantages * r, 0.0)
+    return value, np.where(np.abs(scene.gap) < 20, value, 0.0)
+
+
+_convention(
+    "ratio-gradient-clamped",
+    "gradient through the ratio, its log clamped to [-20, 20], without one outside",
+    "verl's vanilla loss, SkyRL, OpenRLHF, 2026",
+    loss=_clamped,
 )
 _convention(
     "ratio-uncapped",

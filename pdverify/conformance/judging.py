@@ -104,6 +104,12 @@ class Verdicts:
 
 def right_decisions(question: Question, standard: Standard) -> Verdicts:
     """The oracle's decisions, and where rounding may flip them."""
+    return question.material.once(
+        (question.rule, standard), lambda: _right_decisions(question, standard)
+    )
+
+
+def _right_decisions(question: Question, standard: Standard) -> Verdicts:
     truth, rule = question.material.truth, question.rule
     right = truth.decide(rule)
     near = np.zeros(len(right.keep), dtype=bool)
@@ -342,7 +348,7 @@ class Judge:
                 self._either(seen, "loss", loss[index], value, allowed)
                 self._padding(seen, "loss", loss)
             elif question.tokens == "padding":
-                self._scalar(seen, float(loss), float(loss), 0.0)
+                self._scalar(seen, float(loss), float("nan"), 0.0)
             elif question.tokens in ("kept", "all"):
                 kept = np.where(self._keeps, value, 0.0)
                 slack = np.where(self._open, np.abs(value), 0.0)
@@ -395,13 +401,15 @@ class Judge:
         )
 
     def _scalar(self, seen: Judgment, got: float, wanted: float, budget: float) -> None:
-        error = np.inf if np.isnan(got) else abs(got - wanted)
+        """`got` is `wanted`, or where that is NaN, any number."""
+        error = np.inf if np.isnan(got) else 0.0 if np.isnan(wanted) else abs(got - wanted)
+        right = "a number" if np.isnan(wanted) else f"{wanted:.9g}"
         share = float(over_budget(np.array([error]), np.array([budget]))[0])
         seen.saw(share)
         if share > 1:
             kind: VerdictKind = "not-a-number" if np.isnan(got) else "wrong"
             fault = Fault(
-                kind, "loss", None, None, f"{wanted:.9g}", f"{got:.9g}", f"{wanted:.9g}",
+                kind, "loss", None, None, right, f"{got:.9g}", right,
                 error=error, budget=budget, ratio=share,
             )  # fmt: skip
             seen.faults.append(fault)

@@ -6,6 +6,7 @@ equal claims are shared (`plan_for`), so that many targets are judged with one s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdverify.batch import Batch, take
+from pdverify.batch import Batch, gather, take
 from pdverify.budgets import ANY_ORDER, Budgets
 from pdverify.cases import build as build_family
 from pdverify.cases import replace_last
@@ -171,7 +172,10 @@ class Plan:
         """A batch with its right answers, its lists replaced where the support says so."""
         if self.options.support == "replace":
             batch = replace_last(batch)
-        return Material(batch, sampled_only=self.sampled_only)
+        # equal batches share their answers, however a question came by them
+        return self.cached(
+            (_digest(batch),), lambda: Material(batch, sampled_only=self.sampled_only)
+        )
 
     def cells(self, batch: Batch) -> Cells:
         """The definitions' cells of the mask's partition."""
@@ -278,14 +282,11 @@ class Plan:
         material = self.material(
             family, advantages="push", sequences=2, length=6, dtype=dtype, **self._small
         )
-        truth, rule = material.truth, self.rule
-        assert rule.divergence is not None
-        right = truth.divergence(rule.divergence, rule.partition)
-        budget = self._budget(material.batch)
-        usable = finite(right) & (right.low > 1e-4) & np.isfinite(budget)
+        middle, budget = self._threshold(material)
+        usable = (middle > 1e-4) & np.isfinite(middle) & np.isfinite(budget)
         for t in np.flatnonzero(usable)[:5]:
             for side in (-2.5, 2.5):
-                delta = float(right.mid[t] + side * (budget[t] + self._unit * right.mid[t]))
+                delta = float(middle[t] + side * (budget[t] + self._unit * middle[t]))
                 if delta > 0:
                     b, position = material.rows.index[t]
                     name = f"{dtype} {family}, threshold {'above' if side > 0 else 'below'} D of"
@@ -293,6 +294,17 @@ class Plan:
                         f"{name} [{b}, {position}]", material, self.options.rule(delta=delta),
                         judges=("keep",),
                     )  # fmt: skip
+
+    def _threshold(self, material: Material) -> tuple[Array, Array]:
+        """Where each token's decision turns, `[T]`, and the budget of that."""
+        truth, rule = material.truth, self.rule
+        assert rule.divergence is not None
+        if rule.direction == "second-order" and rule.tail != "bracket":
+            cells = self.cells(material.batch)
+            predicted = masks.predicted_divergence(cells, rule, truth.rows.advantages)
+            return predicted, truth.allowance(rule, rule.tail, self._unit, "plain").proximity
+        right = truth.divergence(rule.divergence, rule.partition)
+        return np.where(finite(right), right.mid, np.nan), self._budget(material.batch)
 
     @property
     def _small(self) -> dict[str, Any]:
@@ -363,6 +375,52 @@ class Plan:
             low, high = np.where(above, low, middle), np.where(above, middle, high)
         return self._at(batch, z, y, (low + high) / 2, clip)
 
+    def between(self, batch: Batch, *values: Callable[[Cells], Array]) -> Batch | None:
+        """Tokens on which two ways to compute C have opposite signs, as far from 0 as they can be.
+
+        The training logit of the sampled token is moved to where the sum of both is 0; tokens on
+        which it never is are left out.  None if no token is left.
+        """
+        assert batch.logits is not None
+        assert batch.behavior_logits is not None
+        valid = batch.response_mask
+        z, y = (
+            np.where(valid[..., None], x, 0.0).astype(np.float64)
+            for x in (batch.logits, batch.behavior_logits)
+        )
+        at = batch.tokens[..., None]
+
+        def moved(step: Array) -> Batch:
+            shifted, t = z.copy(), np.zeros(valid.shape)
+            t[valid] = step
+            np.put_along_axis(shifted, at, np.take_along_axis(z, at, -1) + t[..., None], axis=-1)
+            return assembled(batch, shifted, y)
+
+        def total(step: Array) -> Array:
+            cells = self.cells(moved(step))
+            return np.asarray(sum(value(cells) for value in values))
+
+        count = int(valid.sum())
+        scan = np.linspace(-4.0, 4.0, 9)
+        signs = np.array([total(np.full(count, s)) > 0 for s in scan])
+        crosses = signs[1:] != signs[:-1]
+        rows = np.flatnonzero(crosses.any(axis=0))
+        first = crosses.argmax(axis=0)
+        low, high = scan[first], scan[first + 1]
+        rising = ~signs[first, np.arange(count)]
+        for _ in range(12):
+            middle = (low + high) / 2
+            above = (total(middle) > 0) == rising
+            low, high = np.where(above, low, middle), np.where(above, middle, high)
+        return gather(moved((low + high) / 2), rows) if len(rows) else None
+
+    def outside(self, batch: Batch) -> Rule:
+        """The rule at a threshold that all of these tokens exceed, where it is free."""
+        smallest = float(self.distance(batch).min())
+        if not self.delta_is_free or not smallest > 0:
+            return self.rule
+        return self.options.rule(delta=float(f"{smallest / 2:.1g}"))
+
     def _at(self, batch: Batch, z: Array, y: Array, where: Array, clip: bool) -> Batch:
         t = np.zeros(batch.tokens.shape)
         t[batch.response_mask] = where
@@ -405,6 +463,14 @@ def assembled(
         mask=batch.response_mask,
     )
     return replace(made, advantages=batch.advantages)
+
+
+def _digest(batch: Batch) -> str:
+    content = hashlib.blake2b()
+    for name, value in vars(batch).items():
+        content.update(name.encode())
+        content.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+    return content.hexdigest()
 
 
 def _short(x: float) -> float:

@@ -7,9 +7,10 @@ share them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from pdverify.conformance.options import RATIO_CAP
 from pdverify.conformance.truth import Truth
 from pdverify.formats import FORMATS
 from pdverify.rules import Rule
+
+Known = TypeVar("Known")
 
 Presentation: TypeAlias = Literal["contiguous", "strided", "split", "repeated", "guarded"]
 """How the arguments are laid out and the target is called.
@@ -72,6 +75,13 @@ class Material:
     def __init__(self, batch: Batch, *, sampled_only: bool = False) -> None:
         self.batch = batch
         self._sampled_only = sampled_only
+        self._known: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Known]) -> Known:
+        """What `make` gives, made once for this batch and key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
 
     @cached_property
     def rows(self) -> Rows:

@@ -126,6 +126,7 @@ class TargetSession:
         self._shrunk = 0.0
         self._explanations: list[Alternative] = []
         self._faulty: dict[str, list[_Seen]] = {}
+        self._answered: list[_Seen] = []
 
     def _require_parameters(self) -> None:
         taken, options = set(self.target.parameters), self.options
@@ -252,6 +253,7 @@ class TargetSession:
         for question in questions:
             one = self._one(question)
             seen.append(one)
+            self._answered.append(one)
             if question.batch.vocab_size > HEAVY:
                 question.material.truth.release()
             if one.answer.failure is not None and one.answer.failure.kind == "time-out":
@@ -323,11 +325,22 @@ class TargetSession:
         accepted = [ALTERNATIVES[name] for name in self.options.accept]
         # what explained another check comes first: one difference has one name
         for alternative in (*accepted, *self._explanations, *(x for _, x in ALTERNATIVES.items())):
-            if all(self._explained(alternative, one) for one in faulty):
+            if all(self._explained(alternative, one) for one in faulty) and self._fits(alternative):
                 if alternative not in self._explanations:
                     self._explanations.append(alternative)
                 return alternative
         return None
+
+    def _fits(self, alternative: Alternative) -> bool:
+        """Whether an alternative agrees with every right answer so far.
+
+        A few wrong decisions could look like many a convention.
+        """
+        return all(
+            self._explained(alternative, one) or not alternative.applies(one.question)
+            for one in self._answered
+            if one.question.batch.vocab_size < HEAVY and not one.judgment.faults
+        )
 
     def _explained(self, alternative: Alternative, one: _Seen) -> bool:
         judge = Judge(one.question, Standard(self.unit), self.aggregation, masked=True)
@@ -346,7 +359,7 @@ class TargetSession:
             one.answer,
             kept,
             known,
-            faulty,
+            faulty if one.judgment.faults else None,
             self.target.differentiates,
             self.aggregation,
         )

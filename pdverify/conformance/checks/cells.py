@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from pdverify.batch import Batch, gather
+from pdverify.batch import Batch
 from pdverify.conformance.checks.entry import check, coarse, every, infinite_allowed, measures
 from pdverify.conformance.plan import Plan
 from pdverify.conformance.questions import Question
+from pdverify.conformance.truth import Array
+from pdverify.definitions.cells import Cells
 from pdverify.definitions.masks import coefficient
 
 MASK = ("keep", "divergence", "coefficient")
@@ -34,6 +38,23 @@ def motion(plan: Plan) -> Iterator[Question]:
     opposite signs of C; and policies that hold much of their mass outside the other's list."""
     for family in ("tail-conflict", "training-tail", "behavior-tail"):
         yield from plan.ordinary(family, judges=MASK)
+    divergence = plan.rule.divergence
+    assert divergence is not None
+    for family in ("peaked", "behavior-tail"):
+        batch = plan.material(family, vocab_size=33, top_k=plan.options.top_k or 5).batch
+        for one, other in combinations(("aggregated", "uniform", "exact"), 2):
+            some = plan.between(batch, _estimated(divergence, one), _estimated(divergence, other))
+            if some is not None:
+                yield plan.question(
+                    f"{family}, {one} against {other}",
+                    plan.wrap(some),
+                    plan.outside(some),
+                    judges=MASK,
+                )
+
+
+def _estimated(divergence: str, tail: Any) -> Callable[[Cells], Array]:
+    return lambda cells: coefficient(cells, divergence, tail)
 
 
 @check(
@@ -65,28 +86,34 @@ def count(plan: Plan) -> Iterator[Question]:
 
 def _by_count(plan: Plan, k: int) -> Iterator[Question]:
     """Tokens whose direction depends on the number of tokens in the tail."""
-    rule = plan.rule
-    assert rule.divergence is not None
     for family in ("sampled-inside", "sampled-outside"):
         batch = plan.material(
-            family, sequences=24, length=64, vocab_size=max(k + 4, 5), top_k=k
+            family, sequences=4, length=12, vocab_size=max(k + 4, 5), top_k=k
         ).batch
-        cells = plan.cells(batch)
-        signs = [
-            np.sign(coefficient(replace(cells, tail_cells=number), rule.divergence, "uniform"))
-            for number in (
-                cells.tail_cells,
-                np.maximum(cells.tail_cells - 1, 1),
-                cells.tail_cells + 1,
-                np.full(len(cells.slot), batch.vocab_size),
-            )
-        ]
-        rows = np.flatnonzero(np.any([s != signs[0] for s in signs], axis=0))[:32]
-        if len(rows):
-            some = gather(batch, rows)
-            delta = float(f"{plan.distance(some).min() / 2:.1g}")
-            at = plan.options.rule(delta=delta) if plan.delta_is_free else rule
-            yield plan.question(f"{family}, close to C = 0", plan.wrap(some), at)
+        for name, count in COUNTS.items():
+            some = plan.between(batch, _coefficient(plan, RIGHT), _coefficient(plan, count))
+            if some is not None:
+                yield plan.question(
+                    f"{family}, C depends on {name}", plan.wrap(some), plan.outside(some)
+                )
+
+
+def _coefficient(plan: Plan, count: Count) -> Callable[[Cells], Array]:
+    divergence = plan.rule.divergence
+    assert divergence is not None
+    return lambda cells: coefficient(
+        replace(cells, tail_cells=count(cells.tail_cells)), divergence, "uniform"
+    )
+
+
+Count = Callable[[Any], Any]
+
+RIGHT: Count = lambda n: n  # noqa: E731
+COUNTS: dict[str, Count] = {
+    "one tail token less": lambda n: np.maximum(n - 1, 1),
+    "one tail token more": lambda n: n + 1,
+    "no tail at all": lambda n: n * 1e9,
+}
 
 
 @check(

@@ -78,9 +78,9 @@ def boundary(plan: Plan) -> Iterator[Question]:
     """One token at a time is put just inside and just outside the trust region, as close as the
     declared precision can tell, with the advantage that pushes outward. Where the target has no
     threshold parameter the policies are moved to the declared one instead."""
-    if plan.rule.direction == "none":
-        return
     yield from plan.near()
+    if plan.rule.direction == "second-order":
+        yield from plan.near("training-tail")
 
 
 @check(
@@ -219,9 +219,12 @@ def thresholds(plan: Plan) -> Iterator[Question]:
     """Uneven thresholds, each way round, on tokens whose distance lies between them."""
     material = plan.material("far-apart", advantages="push")
     if plan.rule.direction == "clip":
-        for low, high in ((0.05, 0.9), (0.6, 0.1)):
-            rule = plan.options.rule(clip_low=low, clip_high=high)
-            yield plan.question("far-apart", material, rule, judges=("keep",))
+        material = plan.material("peaked", advantages="push")
+        d = np.sort(np.abs(np.expm1(plan.distance(material.batch))))
+        low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))
+        for a, b in ((min(low, 0.9), high), (min(high, 0.9), low)):
+            rule = plan.options.rule(clip_low=a, clip_high=b)
+            yield plan.question("peaked", material, rule, judges=("keep",))
         return
     d = np.sort(plan.distance(material.batch))
     low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))

@@ -257,11 +257,7 @@ def aggregation(plan: Plan) -> Iterator[Question]:
         ).batch
         even = with_ratio(batch, np.exp(np.linspace(-0.5, 0.5, 32)))
         yield _loss(plan, f"{family}, uneven lengths", even, ("loss", "gradient"))
-    empty = even.response_mask.copy()
-    empty[1] = False
-    yield _loss(
-        plan,
-        "a sequence of padding alone",
-        replace(even, response_mask=empty),
-        ("loss", "gradient"),
-    )
+    short = even.response_mask.copy()
+    short[1] = short[:, -1] = False
+    name = "none at full length, one of padding alone"
+    yield _loss(plan, name, replace(even, response_mask=short), ("loss", "gradient"))

@@ -1,0 +1,1 @@
+"""Right implementations in many styles, as a stranger would write them."""

@@ -1,0 +1,1 @@
+"""Implementations with one bug each, as a stranger would write them."""
