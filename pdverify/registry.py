@@ -13,6 +13,9 @@ from typing import Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
+SHORT = 20
+"""Entries that an error message still lists."""
+
 
 class UnknownName(LookupError):
     """A name that is in no registry; the message lists the close ones."""
@@ -41,9 +44,12 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         except KeyError:
             close = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)
-            known = ", ".join(close or self._entries)
-            hint = "did you mean" if close else "known:"
-            raise UnknownName(f"unknown {self.kind} {name!r}; {hint} {known}") from None
+            hint = "`pdverify list` shows them"
+            if close:
+                hint = f"did you mean {', '.join(close)}"
+            elif len(self) <= SHORT:
+                hint = f"known: {', '.join(self._entries)}"
+            raise UnknownName(f"unknown {self.kind} {name!r}; {hint}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -116,7 +116,7 @@ class Expectation:
     slope: Array
 
 
-ALTERNATIVES: Registry[Alternative] = Registry("alternative")
+ALTERNATIVES: Registry[Alternative] = Registry("convention")
 
 
 def definition_loss(scene: Scene) -> tuple[Array, Array]:
@@ -394,6 +394,12 @@ _convention(
     "log-ratio clamped to [-20, 20] before exp",
     "verl, SkyRL, UniRL, 2026",
     loss=lambda s: score_loss(s, np.minimum(np.exp(np.clip(s.gap, -20, 20)), s.cap)),
+)
+_convention(
+    "log-ratio-clamp-stops-gradient",
+    "log-ratio clamped to [-20, 20] before exp, and no gradient outside",
+    "surrogates that differentiate through the clamp: verl's vanilla loss, SkyRL, OpenRLHF, 2026",
+    loss=lambda s: score_loss(s, np.where(np.abs(s.gap) < 20, np.minimum(s.ratio, s.cap), 0.0)),
 )
 _convention(
     "cispo-two-sided",

@@ -50,6 +50,12 @@ def _store(options: Options) -> _Store:
     return _Store({}, {})
 
 
+@lru_cache(maxsize=256)
+def _built(family: str, seed: int, *size: tuple[str, Any]) -> Batch:
+    """The batch of a family; many masks are asked about the same ones."""
+    return build_family(family, seed=seed, **dict(size))
+
+
 class Plan:
     """Makes questions for one kind of target.
 
@@ -155,7 +161,7 @@ class Plan:
         whole = {"vocab_size": VOCABULARY, "top_k": self.options.top_k or TOP_K, **size}
 
         def make() -> Material:
-            batch = self._signed(build_family(family, seed=seed, **whole), advantages)
+            batch = self._signed(_built(family, seed, *sorted(whole.items())), advantages)
             return self.wrap(change(batch) if change else batch)
 
         return self.cached((family, advantages, key, seed, *sorted(whole.items())), make)

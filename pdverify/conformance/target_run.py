@@ -105,7 +105,9 @@ class TargetSession:
         self._require_parameters()
         for name in options.accept:
             if not ALTERNATIVES[name].documented:
-                raise TargetError(f"--accept {name}: that is a bug, not a convention")
+                raise TargetError(
+                    f"--accept {name}: that is a bug, not a convention; `pdverify list` shows those"
+                )
         self.caller = Caller(self.target, options.time_limit)
         self.unit = unit_roundoff(options.precision, self.target.parameters)
         self.aggregation = options.aggregation or "none"
