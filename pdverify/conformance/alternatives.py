@@ -163,6 +163,16 @@ def expect(question: Question, alternative: Alternative) -> Expectation:
     return Expectation(keep, sure, divergence, coefficient, loss, slope)
 
 
+UNCHANGED = Alternative("unchanged", "the definition", False, "")
+
+
+def expect_unchanged(question: Question) -> Expectation:
+    """The definition's own answers."""
+    return question.material.once(
+        (question.rule, question.ratio_cap, UNCHANGED.id), lambda: expect(question, UNCHANGED)
+    )
+
+
 def _log_pi(rows: Rows) -> Array:
     if rows.logits is None:
         assert rows.logprobs is not None
@@ -224,6 +234,7 @@ def explains(
     kept: BoolArray | None,
     known: BoolArray,
     faulty: BoolArray | None,
+    excused: BoolArray,
     at: str | None,
     aggregation: str,
 ) -> bool:
@@ -231,6 +242,8 @@ def explains(
 
     `kept` and `known` are the decisions the answer says or implies; `faulty` marks the tokens
     that showed the difference: at least one of them must be clear.  None where none did.
+    `excused` marks tokens that may be decided either way by the definition: the alternative is
+    held to them only where it is not the definition that decides.
     """
     if answer.failure is not None or not alternative.applies(question):
         return False
@@ -248,8 +261,11 @@ def explains(
     with np.errstate(all="ignore"):
         # decisions that are read off a gradient show where it is 0, for whatever reason
         keep = expected.keep if "keep" in answer.values else expected.slope != 0
-        if kept is not None and (kept != keep)[known & sure].any():
-            return False
+        if kept is not None:
+            same = expect_unchanged(question).keep == expected.keep
+            held = known & sure & ~(excused & same)
+            if (kept != keep)[held].any():
+                return False
         for name, value in (
             ("divergence", expected.divergence),
             ("coefficient", expected.coefficient),

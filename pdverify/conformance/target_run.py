@@ -362,6 +362,7 @@ class TargetSession:
             kept,
             known,
             faulty if one.judgment.faults else None,
+            judge.verdicts.open,
             self.target.differentiates,
             self.aggregation,
         )

@@ -12,7 +12,7 @@ import pytest
 from pdverify.conformance.alternatives import (
     ALTERNATIVES,
     CLOSE,
-    Alternative,
+    UNCHANGED,
     Expectation,
     expect,
 )
@@ -23,8 +23,6 @@ from pdverify.conformance.questions import ARGUMENTS, RETURNS, Question
 from pdverify.definitions import masks
 from pdverify.definitions.cells import build
 from pdverify.definitions.losses import policy_loss
-
-UNCHANGED = Alternative("unchanged", "the definition", False, "")
 
 MASKS = (
     Options(mask="none"),
