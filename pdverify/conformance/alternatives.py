@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ from pdverify.rules import Rule
 CLEAR = 1e-3
 """Relative change of D, r and C under which an alternative's own decision must stand."""
 
-CLOSE = 2e-3
-"""Relative distance at which a value counts as that of an alternative."""
+SPARE = 4.0
+"""Budgets by which a value may part from an alternative's: theirs may differ from ours."""
 
 BoolArray = NDArray[np.bool_]
 Loss = Callable[["Scene"], tuple[Array, Array]]
@@ -166,13 +167,6 @@ def expect(question: Question, alternative: Alternative) -> Expectation:
 UNCHANGED = Alternative("unchanged", "the definition", False, "")
 
 
-def expect_unchanged(question: Question) -> Expectation:
-    """The definition's own answers."""
-    return question.material.once(
-        (question.rule, question.ratio_cap, UNCHANGED.id), lambda: expect(question, UNCHANGED)
-    )
-
-
 def _log_pi(rows: Rows) -> Array:
     if rows.logits is None:
         assert rows.logprobs is not None
@@ -227,87 +221,154 @@ def _keeps(
     return keeps
 
 
-def explains(
-    alternative: Alternative,
-    question: Question,
-    answer: Answer,
-    kept: BoolArray | None,
-    known: BoolArray,
-    faulty: BoolArray | None,
-    excused: BoolArray,
-    at: str | None,
-    aggregation: str,
-) -> bool:
+@dataclass(frozen=True)
+class Given:
+    """What is compared with an alternative: an answer, and what may be said of it.
+
+    Attributes:
+        answer: the target's.
+        kept, known: the decisions `[T]` it says or implies, and where it says any; `kept` is None
+            where it says none.
+        faulty: tokens whose answer is wrong.
+        excused: tokens that may be decided either way by the definition.
+        at: the input at which the gradient was taken.
+        aggregation: how the loss is reduced.
+        unit: unit roundoff the target is held to.
+    """
+
+    answer: Answer
+    kept: BoolArray | None
+    known: BoolArray
+    faulty: BoolArray
+    excused: BoolArray
+    at: str | None
+    aggregation: str
+    unit: float
+
+
+def explains(alternative: Alternative, question: Question, given: Given) -> bool:
     """Whether an alternative gives all of a target's answers to a question.
 
-    `kept` and `known` are the decisions the answer says or implies; `faulty` marks the tokens
-    that showed the difference: at least one of them must be clear.  None where none did.
-    `excused` marks tokens that may be decided either way by the definition: the alternative is
-    held to them only where it is not the definition that decides.
+    Values are held to it within a few budgets of the declared precision.  It must part from the
+    definition on every faulty token on which its own decision is clear, and be clear on one.
     """
-    if answer.failure is not None or not alternative.applies(question):
+    if given.answer.failure is not None or not alternative.applies(question):
         return False
     try:
-        expected = question.material.once(
-            (question.rule, question.ratio_cap, alternative.id),
-            lambda: expect(question, alternative),
+        expected, definition = (
+            question.material.once(
+                (question.rule, question.ratio_cap, one.id), partial(expect, question, one)
+            )
+            for one in (alternative, UNCHANGED)
         )
     except (ValueError, AssertionError):
         return False
+    values = _values(question, given, expected, definition)
+    if values is None:
+        return False
     sure = expected.sure
-    if faulty is not None and not (faulty & sure).any():
-        return False
-    index = tuple(question.material.rows.index.T)
-    with np.errstate(all="ignore"):
-        # decisions that are read off a gradient show where it is 0, for whatever reason
-        keep = expected.keep if "keep" in answer.values else expected.slope != 0
-        if kept is not None:
-            same = expect_unchanged(question).keep == expected.keep
-            held = known & sure & ~(excused & same)
-            if (kept != keep)[held].any():
-                return False
-        for name, value in (
-            ("divergence", expected.divergence),
-            ("coefficient", expected.coefficient),
-        ):
-            if name in answer.values and name in question.judges and value is None:
-                return False
-            if name in answer.values and value is not None:
-                got = answer.values[name][index]
-                scale = np.maximum(np.abs(value), CLEAR)
-                if (np.isfinite(value) & ~(np.abs(got - value) <= CLOSE * scale)).any():
-                    return False
-        if question.loss and "loss" in answer.values:
-            return _loss_matches(expected, question, answer, at, aggregation)
-    return True
-
-
-def _loss_matches(
-    expected: Expectation, question: Question, answer: Answer, at: str | None, aggregation: str
-) -> bool:
-    rows, sure = question.material.rows, expected.sure
-    index = tuple(rows.index.T)
-    weight = weights(question.batch.response_mask, aggregation)[index]
-    loss, value, slope = answer.values["loss"], weight * expected.loss, weight * expected.slope
-    if loss.ndim:
-        near = np.abs(loss[index] - value) <= CLOSE * np.maximum(np.abs(value), 1e-12)
-        near |= np.isinf(loss[index]) & (np.abs(value) > FORMATS["fp32"].max_finite)
-        if (~near)[sure].any():
+    parts = expected.keep != definition.keep
+    # decisions that are read off a gradient show where it is 0, for whatever reason
+    said = "keep" in given.answer.values
+    keep, usual = (
+        (x.keep if said else (x.slope != 0) | (question.material.rows.advantages == 0))
+        for x in (expected, definition)
+    )
+    parts |= keep != usual
+    if given.kept is not None:
+        held = given.known & sure & ~(given.excused & (keep == usual))
+        if (given.kept != keep)[held].any():
             return False
-    elif sure.all() and not abs(float(loss) - value.sum()) <= CLOSE * np.abs(value).sum():
-        return False
-    if answer.gradient is None:
+    for got, value, other, allowed in values:
+        if (np.abs(got - value) > allowed)[sure].any() or np.isnan(got[sure]).any():
+            return False
+        parts |= np.abs(value - other) > allowed
+    if not given.faulty.any():
         return True
-    got = answer.gradient[index]
-    if at == "logprobs":
-        near = np.abs(got - slope) <= CLOSE * np.abs(slope) + 1e-30
-        near |= np.isinf(got) & (np.abs(slope) > FORMATS["fp32"].max_finite)
-    else:
-        assert rows.logits is not None
-        row = -np.exp(log_softmax(rows.logits)) * slope[:, None]
-        row[np.arange(len(rows)), rows.tokens] += slope
-        near = np.abs(got - row).max(-1) <= 4 * CLOSE * np.abs(row).max(-1) + 1e-30
-    return bool(near[sure].all())
+    return bool((given.faulty & sure).any() and not (given.faulty & sure & ~parts).any())
+
+
+Compared = tuple[Array, Array, Array, Array]
+"""What came, the alternative's value, the definition's, and how far the first two may part."""
+
+
+def _values(
+    question: Question, given: Given, expected: Expectation, definition: Expectation
+) -> list[Compared] | None:
+    """The values of an answer beside those of an alternative; None where it has no such value."""
+    material, rule = question.material, question.rule
+    index = tuple(material.rows.index.T)
+    compared: list[Compared] = []
+    for name in ("divergence", "coefficient"):
+        value, other = getattr(expected, name), getattr(definition, name)
+        if name not in given.answer.values or name not in question.judges:
+            continue
+        if value is None or other is None:
+            return None
+        assert rule.divergence is not None
+        tail = rule.tail if name == "coefficient" else None
+        budget = material.truth.budget(
+            name, rule.divergence, rule.partition, tail, given.unit, "plain"
+        )
+        allowed = SPARE * (budget + given.unit * np.abs(value))
+        got = given.answer.values[name][index]
+        known = np.isfinite(value) & np.isfinite(other) & np.isfinite(allowed)
+        compared.append(_where(known, got, value, other, allowed))
+    if question.loss and "loss" in given.answer.values:
+        compared += _losses(question, given, expected, definition)
+    return compared
+
+
+def _where(known: BoolArray, *columns: Array) -> Any:
+    return tuple(np.where(known, column, 0.0) for column in columns)
+
+
+def _losses(
+    question: Question, given: Given, expected: Expectation, definition: Expectation
+) -> list[Compared]:
+    """Loss and gradient, a row of a gradient standing for its entry that is farthest off."""
+    material = question.material
+    rows = material.rows
+    index = tuple(rows.index.T)
+    weight = weights(question.batch.response_mask, given.aggregation)[index]
+    gap = material.truth.budget("log_ratio", None, "binary", None, given.unit, "plain")
+    relative = SPARE * (np.expm1(gap) + 8 * given.unit)
+    tiny = FORMATS["fp32"].min_normal
+    compared: list[Compared] = []
+    loss = given.answer.values["loss"]
+    values = [weight * one.loss for one in (expected, definition)]
+    if "loss" in question.judges and loss.ndim:
+        size = weight * np.abs(expected.slope) * (1 + np.abs(_log_pi(rows)))
+        allowed = relative * (np.abs(values[0]) + size) + tiny
+        compared.append(_finite_in_float32(loss[index], values[0], values[1], allowed))
+    elif "loss" in question.judges and expected.sure.all() and question.tokens != "padding":
+        total = np.array([float(loss), *(value.sum() for value in values)])
+        allowed = np.full(len(rows), (relative * np.abs(values[0])).sum() + tiny)
+        shown = (np.full(len(rows), x) for x in total)
+        compared.append((*shown, allowed))  # type: ignore[arg-type]
+    if given.answer.gradient is not None and "gradient" in question.judges:
+        got = given.answer.gradient[index]
+        slopes = [weight * one.slope for one in (expected, definition)]
+        if given.at == "logprobs":
+            columns = [got, slopes[0], slopes[1]]
+            stored = FORMATS["fp32"]
+        else:
+            assert rows.logits is not None
+            direction = -np.exp(log_softmax(rows.logits))
+            direction[np.arange(len(rows)), rows.tokens] += 1
+            at = (np.arange(len(rows)), np.abs(got - direction * slopes[0][:, None]).argmax(-1))
+            columns = [got[at], *(direction[at] * slope for slope in slopes)]
+            stored = FORMATS[question.batch.dtype]
+        size = np.abs(slopes[0])
+        allowed = (relative + SPARE * stored.unit_roundoff) * size + stored.min_normal
+        compared.append(_finite_in_float32(columns[0], columns[1], columns[2], allowed))
+    return compared
+
+
+def _finite_in_float32(got: Array, value: Array, other: Array, allowed: Array) -> Compared:
+    """Infinities of float32 arithmetic count as the large numbers they stand for."""
+    huge = np.isinf(got) & (np.abs(value) > FORMATS["fp32"].max_finite)
+    return np.where(huge, value, got), value, other, allowed
 
 
 def _add(alternative: Alternative) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class Designed:
     margin: Array
 
 
+@lru_cache(maxsize=32)
 def designed_batch(divergence: str, partition: Partition, tail: Tail | None, seed: int) -> Batch:
     """Rows on which `|C| / beta` covers many octaves, beta the budget of the complement form."""
 

@@ -111,6 +111,7 @@ class Question:
         tokens: where loss and gradient are judged: ``kept``, ``dropped`` or ``all``; ``padding``
             judges padding, and that nothing else is NaN.
         poison: NaN on padding and in unused support slots, instead of harmless numbers.
+        infinite: with `poison`, infinity (log-probs: -inf) instead of NaN.
         unanimous: tokens decided at exact equality: all of them lie on the threshold, which
             keeps; the target fails if it drops every one.
     """
@@ -123,6 +124,7 @@ class Question:
     judges: tuple[str, ...] = ("keep", "divergence", "coefficient", "loss", "gradient")
     tokens: Literal["kept", "dropped", "padding", "all"] = "all"
     poison: bool = False
+    infinite: bool = False
     unanimous: bool = False
 
     @property
@@ -160,8 +162,8 @@ def arguments(question: Question, names: tuple[str, ...]) -> dict[str, Any]:
     """
     batch, rule = question.batch, question.rule
     valid = batch.response_mask
-    float_fill = np.nan if question.poison else 0.0
-    logprob_fill = np.nan if question.poison else -1.0
+    float_fill = 0.0 if not question.poison else np.inf if question.infinite else np.nan
+    logprob_fill = -1.0 if not question.poison else -float_fill
     at = differentiated(names) if question.loss and question.poison else None
     made: dict[str, Any] = {
         "response_mask": valid,
@@ -214,7 +216,7 @@ def _support(
         ids = np.concatenate([ids, token], axis=-1)
         listed = np.concatenate([listed, own], axis=-1)
         used = np.concatenate([used, absent], axis=-1)
-    slot_fill = np.nan if question.poison else -1.0
+    slot_fill = -1.0 if not question.poison else -np.inf if question.infinite else np.nan
     support = {
         "support_ids": ids,
         "support_mask": used & valid[..., None],

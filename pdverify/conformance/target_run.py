@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pdverify.conformance.alternatives import ALTERNATIVES, Alternative, explains
+from pdverify.conformance.alternatives import ALTERNATIVES, Alternative, Given, explains
 from pdverify.conformance.answers import Answer
 from pdverify.conformance.bits import Bits, effective_bits
 from pdverify.conformance.checks import CHECKS, Check, in_order
@@ -355,17 +355,17 @@ class TargetSession:
                 faulty[:] = True
             else:  # padding: no convention lets it contribute
                 return False
-        return explains(
-            alternative,
-            one.question,
+        given = Given(
             one.answer,
             kept,
             known,
-            faulty if one.judgment.faults else None,
+            faulty,
             judge.verdicts.open,
             self.target.differentiates,
             self.aggregation,
+            self.unit,
         )
+        return explains(alternative, one.question, given)
 
     def _kind(self, faulty: list[_Seen], name: Alternative | None) -> VerdictKind:
         kinds = {fault.kind for one in faulty for fault in one.judgment.faults}

@@ -11,7 +11,6 @@ import pytest
 
 from pdverify.conformance.alternatives import (
     ALTERNATIVES,
-    CLOSE,
     UNCHANGED,
     Expectation,
     expect,
@@ -96,7 +95,7 @@ def differ(a: Expectation, b: Expectation, question: Question) -> bool:
 
 def _apart(x: np.ndarray, y: np.ndarray) -> bool:
     with np.errstate(invalid="ignore"):
-        gap = np.abs(x - y) > 4 * CLOSE * np.maximum(np.abs(x), np.abs(y))
+        gap = np.abs(x - y) > 0.008 * np.maximum(np.abs(x), np.abs(y))
     return bool((gap & np.isfinite(x) & np.isfinite(y)).any())
 
 

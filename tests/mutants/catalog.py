@@ -328,6 +328,12 @@ _SECOND = [
     _wrong("second_order:curvature_missing", SECOND, "first order only"),
     _wrong("second_order:curvature_without_the_half", SECOND, "a Taylor factor lost"),
     _wrong("second_order:curvature_subtracted", SECOND, "a sign lost"),
+    _only(
+        "narrow:coefficient_in_float32",
+        {**FULL_KL, "precision": "fp64"},
+        "mask.near-zero",
+        "one quantity upcast, the other not",
+    ),
     _wrong(
         "second_order:curvature_of_the_full_divergence",
         SECOND,

@@ -34,8 +34,8 @@ def shown(example: TargetCounterexample | None, message: str) -> str:
     """A counterexample in one cell: its size, the token, right and given answer."""
     if example is None:
         return message
-    tokens = example.inputs.get("tokens", example.inputs.get("advantages", [[]]))
-    size = f"B = {len(tokens)}, L = {len(tokens[0])}"
+    rows = next(value for value in example.inputs.values() if isinstance(value, list))
+    size = f"B = {len(rows)}, L = {len(rows[0])}"
     if "vocab_size" in example.inputs:
         size += f", V = {example.inputs['vocab_size']}"
     elif "logits" in example.inputs:

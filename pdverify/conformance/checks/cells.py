@@ -86,9 +86,9 @@ def count(plan: Plan) -> Iterator[Question]:
 
 def _by_count(plan: Plan, k: int) -> Iterator[Question]:
     """Tokens whose direction depends on the number of tokens in the tail."""
-    for family in ("sampled-inside", "sampled-outside"):
+    for family, spare in (("sampled-inside", 4), ("sampled-outside", 4), ("sampled-last", 2)):
         batch = plan.material(
-            family, sequences=4, length=12, vocab_size=max(k + 4, 5), top_k=k
+            family, sequences=4, length=12, vocab_size=max(k + spare, 5), top_k=k
         ).batch
         for name, count in COUNTS.items():
             some = plan.between(batch, _coefficient(plan, RIGHT), _coefficient(plan, count))
@@ -112,6 +112,7 @@ RIGHT: Count = lambda n: n  # noqa: E731
 COUNTS: dict[str, Count] = {
     "one tail token less": lambda n: np.maximum(n - 1, 1),
     "one tail token more": lambda n: n + 1,
+    "at least two tail tokens": lambda n: np.maximum(n, 2),
     "no tail at all": lambda n: n * 1e9,
 }
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from pdverify.batch import Batch
 from pdverify.conformance.checks.entry import check, decides, every, measures
+from pdverify.conformance.checks.losses import with_ratio
+from pdverify.conformance.effective import designed_batch
 from pdverify.conformance.plan import Plan, assembled
 from pdverify.conformance.questions import Question
 
@@ -64,6 +66,33 @@ def _exchanged(batch: Batch) -> Batch:
     even = np.arange(batch.tokens.size).reshape(batch.tokens.shape) % 2 == 0
     tokens = np.where(even, first[..., 0], second[..., 0])
     return assembled(batch, z, y, tokens)
+
+
+@check(
+    "mask.near-zero",
+    "the sign of C close to 0",
+    formula="A C > 0 with |C| from 2^-4 down to 2^-40 of its terms' rounding scale, D large",
+    bug="C in a coarser format than D, a deadband around C = 0",
+    applies=every(
+        measures,
+        lambda plan: (
+            None
+            if plan.rule.direction == "predictive" and plan.options.tail != "bracket"
+            else "the direction is not the sign of one coefficient"
+        ),
+    ),
+    gated=True,
+)
+def near_zero(plan: Plan) -> Iterator[Question]:
+    """Tokens far outside the trust region whose C was brought close to zero by cancellation, over
+    36 octaves, with advantages of either sign. What the declared precision cannot tell is
+    rounding; effective bits are read off the same rows."""
+    rule = plan.rule
+    assert rule.divergence is not None
+    batch = designed_batch(rule.divergence, rule.partition, rule.tail, plan.options.seed)
+    for name, turned in (("designed", batch.advantages), ("designed, A -> -A", -batch.advantages)):
+        material = plan.wrap(replace(batch, advantages=turned.astype(np.float32)))
+        yield plan.question(name, material, rule, judges=("keep",))
 
 
 @check(
@@ -216,19 +245,20 @@ def advantage_scale(plan: Plan) -> Iterator[Question]:
     applies=lambda plan: _two_thresholds(plan),
 )
 def thresholds(plan: Plan) -> Iterator[Question]:
-    """Uneven thresholds, each way round, on tokens whose distance lies between them."""
+    """Uneven thresholds, each way round, on tokens whose distance lies between them; and one of
+    them 0, which is not the same as not given."""
     material = plan.material("far-apart", advantages="push")
     if plan.rule.direction == "clip":
         material = plan.material("peaked", advantages="push")
         d = np.sort(np.abs(np.expm1(plan.distance(material.batch))))
         low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))
-        for a, b in ((min(low, 0.9), high), (min(high, 0.9), low)):
+        for a, b in ((min(low, 0.9), high), (min(high, 0.9), low), (0.0, 1000.0), (1000.0, 0.0)):
             rule = plan.options.rule(clip_low=a, clip_high=b)
             yield plan.question("peaked", material, rule, judges=("keep",))
         return
     d = np.sort(plan.distance(material.batch))
     low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))
-    for a, b in ((low, high), (high, low)):
+    for a, b in ((low, high), (high, low), (0.0, 1000.0), (1000.0, 0.0)):
         rule = plan.options.rule(delta_low=a, delta_high=b)
         yield plan.question("far-apart", material, rule, judges=("keep",))
 
@@ -254,7 +284,9 @@ def _two_thresholds(plan: Plan) -> str | None:
         "one DPPO branch clamps probabilities to [1e-6, 1 - 1e-6]",
         "1e-8 added inside the logs of 1 - p",
     ),
-    applies=measures,
+    applies=lambda plan: (
+        f"{plan.options.mask} has no criterion" if plan.rule.direction == "none" else decides(plan)
+    ),
     gated=True,
 )
 def small_mass(plan: Plan) -> Iterator[Question]:
@@ -270,6 +302,10 @@ def small_mass(plan: Plan) -> Iterator[Question]:
             vocab_size=65,
             top_k=plan.options.top_k or 6,
         )
+    if plan.rule.direction == "clip":
+        batch = plan.sequence("sampled-outside", 12)
+        far = with_ratio(batch, np.exp(np.linspace(20.0, 92.0, 12)))
+        yield plan.question("log r from 20 to 92", plan.wrap(far), plan.rule)
 
 
 def _given_up(batch: Batch, own: bool) -> Batch:
@@ -300,7 +336,7 @@ def _given_up(batch: Batch, own: bool) -> Batch:
 )
 def extreme_thresholds(plan: Plan) -> Iterator[Question]:
     """Policies near and far apart, advantages that push outward: at a threshold of 0 every token
-    is dropped, at one of 1,000 none."""
+    is dropped, at one of 1,000 none; at 1.5 and 30 some."""
     for family in ("peaked", "far-apart"):
         material = plan.material(family, advantages="push")
         for width in (0.0, 1000.0):
@@ -309,6 +345,12 @@ def extreme_thresholds(plan: Plan) -> Iterator[Question]:
             else:
                 rule = plan.options.rule(delta=width)
             yield plan.question(family, material, rule, judges=("keep",))
+    material = plan.material("huge-scale", advantages="push")
+    if plan.delta_is_free:
+        for width in (1.5, 30.0):
+            yield plan.question(
+                "huge-scale", material, plan.options.rule(delta=width), judges=("keep",)
+            )
 
 
 @check(

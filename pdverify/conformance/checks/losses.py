@@ -35,8 +35,10 @@ def _loss(plan: Plan, name: str, batch: Batch, judges: tuple[str, ...], **option
 def _mild(plan: Plan) -> Iterator[tuple[str, Batch]]:
     """One sequence without padding, ratios below 2: no cap and no aggregation shows."""
     for family in ("peaked", "temperature", "sampled-outside"):
-        batch = plan.sequence(family, 12)
-        yield family, with_ratio(batch, np.exp(np.linspace(-0.6, 0.6, 12)))
+        batch = with_ratio(plan.sequence(family, 12), np.exp(np.linspace(-0.6, 0.6, 12)))
+        # advantages of every size: a clamp on them shows
+        scale = np.where(np.arange(12) % 3 == 0, 40.0, 1.0).astype(np.float32)
+        yield family, replace(batch, advantages=batch.advantages * scale)
 
 
 def with_ratio(batch: Batch, ratio: np.ndarray[Any, np.dtype[np.float64]]) -> Batch:
@@ -108,10 +110,15 @@ def gradient(plan: Plan) -> Iterator[Question]:
     applies=_returns_loss,
 )
 def dropped(plan: Plan) -> Iterator[Question]:
-    """Tokens outside the trust region whose advantage pushes outward, one unpadded sequence."""
+    """Tokens outside the trust region whose advantage pushes outward, one unpadded sequence; and
+    tokens with A = 0, which are kept and contribute 0 all the same."""
     for family in ("far-apart", "direction-conflict"):
         batch = plan.sequence(family, 16, advantages="push")
         yield _loss(plan, family, batch, ("loss", "gradient"), tokens="dropped")
+    still = plan.sequence("peaked", 16)
+    a = np.where(np.arange(16) % 2 == 0, 0.0, still.advantages).astype(np.float32)
+    still = replace(still, advantages=a)
+    yield _loss(plan, "A = 0", still, ("loss", "gradient"), tokens="dropped")
 
 
 @check(
@@ -172,11 +179,11 @@ def _dominant(batch: Batch) -> Batch:
 def cap(plan: Plan) -> Iterator[Question]:
     """Kept tokens (A < 0, the step brings the policies together) with ratios of 2 to 100, on both
     sides of the caps that frameworks use: 3, 5, 10 and 20. A target that takes ratio_cap is asked
-    at 2.5 and 0.5 too."""
+    at 0.1, 2.5 and 50 too."""
     batch = _dominant(plan.sequence("sampled-outside", 12))
     wide = with_ratio(batch, np.exp(np.linspace(np.log(2.0), np.log(100.0), 12)))
     wide = replace(wide, advantages=np.full(wide.tokens.shape, -0.5, dtype=np.float32))
-    caps = [plan.loss_cap, 2.5, 0.5] if plan.free("ratio_cap") else [plan.loss_cap]
+    caps = [plan.loss_cap, 2.5, 0.1, 50.0] if plan.free("ratio_cap") else [plan.loss_cap]
     for one in caps:
         yield _loss(
             plan,
@@ -184,6 +191,20 @@ def cap(plan: Plan) -> Iterator[Question]:
             wide,
             ("loss", "gradient"),
             ratio_cap=one,
+            tokens="kept",
+        )
+    wide_open = None
+    if plan.delta_is_free:
+        wide_open = plan.options.rule(delta=1000.0)
+    elif plan.free("clip_low", "clip_high"):
+        wide_open = plan.options.rule(clip_high=1000.0)
+    if wide_open is not None:
+        outward = replace(wide, advantages=np.abs(wide.advantages))
+        yield plan.question(
+            "A > 0 inside a wide trust region",
+            plan.wrap(outward),
+            wide_open,
+            judges=("loss", "gradient"),
             tokens="kept",
         )
 
@@ -229,7 +250,8 @@ def small_ratio(plan: Plan) -> Iterator[Question]:
     ),
 )
 def padding(plan: Plan) -> Iterator[Question]:
-    """NaN logits, log-probs and advantages on padding, with holes inside responses."""
+    """NaN, then infinite logits, log-probs and advantages on padding, holes inside responses. Where
+    the gradient is taken a large number stands instead."""
     material = plan.material("padding", vocab_size=65, top_k=plan.options.top_k or 6)
     yield plan.question(
         "NaN on padding",
@@ -238,6 +260,15 @@ def padding(plan: Plan) -> Iterator[Question]:
         judges=("loss", "gradient"),
         tokens="padding",
         poison=True,
+    )
+    yield plan.question(
+        "infinity on padding",
+        material,
+        plan.rule,
+        judges=("loss", "gradient"),
+        tokens="padding",
+        poison=True,
+        infinite=True,
     )
 
 
@@ -256,6 +287,10 @@ def aggregation(plan: Plan) -> Iterator[Question]:
             family, sequences=4, length=8, vocab_size=65, top_k=plan.options.top_k or 6
         ).batch
         even = with_ratio(batch, np.exp(np.linspace(-0.5, 0.5, 32)))
+        # a sequence and single tokens without an advantage count all the same
+        a = np.where(np.arange(32).reshape(4, 8) % 5 == 0, 0.0, even.advantages)
+        a[2] = 0.0
+        even = replace(even, advantages=a.astype(np.float32))
         yield _loss(plan, f"{family}, uneven lengths", even, ("loss", "gradient"))
     short = even.response_mask.copy()
     short[1] = short[:, -1] = False

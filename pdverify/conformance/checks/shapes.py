@@ -86,7 +86,9 @@ def large(plan: Plan) -> Iterator[Question]:
     """The vocabulary of a present-day model, with sampled and listed ids over the whole range.
     Budgets grow with V, so this looks for gross errors."""
     size = {"vocab_size": LARGE, "top_k": _k(plan, 20), "sequences": 2, "length": 3}
-    for name, sampled in (("as drawn", None), ("sampled id V - 1", LARGE - 1)):
+    # 151,936 is a multiple of 128
+    for name, sampled, odd_one in (("as drawn", None, 1), ("sampled id V - 1", LARGE - 1, 0)):
+        size["vocab_size"] = LARGE + odd_one
         material = plan.material(
             "peaked",
             advantages="push",
@@ -101,7 +103,7 @@ def large(plan: Plan) -> Iterator[Question]:
                 plan.options.rule(delta=float(f"{x:.2g}")) for x in (1.5 * d.max(), d.min() / 2)
             ]
         for rule in rules:
-            yield plan.question(f"V = {LARGE}, {name}", material, rule)
+            yield plan.question(f"V = {LARGE + odd_one}, {name}", material, rule)
 
 
 @check(
@@ -129,13 +131,17 @@ def single(plan: Plan) -> Iterator[Question]:
     gated=True,
 )
 def odd(plan: Plan) -> Iterator[Question]:
-    """B = 3, L = 5, V = 509; B = 7, L = 1, V = 67; B = 1, L = 9, V = 1,021; B = 2, L = 131, V = 37;
-    K = 7 and 65."""
+    """B from 1 to 33, L from 1 to 1,025, V from 33 to 2,100, K of 7, 65 and 150, none of them
+    multiples of the others or of powers of 2."""
     for sequences, length, vocabulary, k in (
         (3, 5, 509, 7),
         (7, 1, 67, 7),
         (1, 9, 1021, 65),
         (2, 131, 37, 7),
+        (33, 67, 37, 7),
+        (1, 1025, 33, 7),
+        (2, 5, 257, 150),
+        (2, 3, 2100, 7),
     ):
         yield from plan.ordinary(
             "far-apart",
@@ -150,7 +156,8 @@ def odd(plan: Plan) -> Iterator[Question]:
     "vocabulary.shift",
     "a common offset of the logits changes nothing",
     formula="softmax(z + c) = softmax(z)",
-    bug="exp without subtracting the maximum; logits used as log-probs",
+    bug="exp without subtracting the maximum; logits used as log-probs; z - logsumexp(z), which"
+    " loses the digits of a large common offset (log_softmax keeps them)",
     examples=("float32 logits [1e8, 1e8]: the log-prob is -ln 2, not 0",),
     applies=reads_logits,
     gated=True,

@@ -1070,7 +1070,7 @@ def share_of_the_tail_capped(
     distance, push = _from_cells(pi, mu, tail, own)
     pi_rest, mu_rest = tail.sum(-1), (1 - mu.sum(-1)).clamp_min(0)
     w = torch.where(pi_rest > 0, (tail * tail).sum(-1) / pi_rest.clamp_min(1e-38), 0.0)
-    push = push + (w.clamp_max(0.1) - w) * (mu_rest - pi_rest)
+    push = push + (w.clamp_max(0.3) - w) * (mu_rest - pi_rest)
     return _keep(distance, push, advantages, delta)
 
 
@@ -1091,3 +1091,15 @@ def training_log_probs_floored(
     lp = logits.float().log_softmax(-1).gather(-1, support_ids)
     distance = distance - torch.where(mu > 0, mu * (lp.clamp_min(-25.0) - lp), 0.0).sum(-1)
     return {"keep": _keep(distance, push, advantages, delta), "divergence": distance}
+
+
+def coefficient_in_float32(
+    logits: Tensor, behavior_logits: Tensor, tokens: Tensor, advantages: Tensor, delta: float
+) -> Tensor:
+    """D is computed in float64, C from the same probabilities in float32."""
+    log_pi, log_mu = (x.double().log_softmax(-1) for x in (logits, behavior_logits))
+    divergence = torch.where(log_mu > -torch.inf, log_mu.exp() * (log_mu - log_pi), 0.0).sum(-1)
+    pi, mu = log_pi.exp().float(), log_mu.exp().float()
+    at = tokens[..., None]
+    push = (pi.gather(-1, at) - mu.gather(-1, at))[..., 0] + (pi * (mu - pi)).sum(-1)
+    return ~((divergence > delta) & (advantages.sign() * push > 0))
