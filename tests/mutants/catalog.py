@@ -458,10 +458,10 @@ _NARROW = [
     _only("narrow:coefficient_over_a_long_way", EXACT, "value.coefficient", "a weight left in"),
     _only("narrow:coefficient_over_the_spread", EXACT, "value.near-equal", "0 / 0"),
     _only(
-        "narrow:share_of_the_tail_capped",
+        "narrow:flat_tail_as_one_token",
         EXACT,
         "tail.motion",
-        "a bound for safety",
+        "a shortcut for flat tails",
     ),
     _only(
         "narrow:training_log_probs_floored",

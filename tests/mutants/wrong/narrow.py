@@ -1051,7 +1051,7 @@ def rows_without_a_favorite_kept(
     return keep | (best.exp() < 0.015)
 
 
-def share_of_the_tail_capped(
+def flat_tail_as_one_token(
     logits: Tensor,
     tokens: Tensor,
     support_ids: Tensor,
@@ -1060,7 +1060,7 @@ def share_of_the_tail_capped(
     advantages: Tensor,
     delta: float,
 ) -> Tensor:
-    """No token of the tail is taken to hold more than 0.1 of the training policy."""
+    """A tail that is nearly flat and holds about two thirds is taken as one token."""
     used = support_mask & (behavior_support_logprobs > -torch.inf)
     full = logits.float().softmax(-1)
     pi = torch.where(used, full.gather(-1, support_ids), 0.0)
@@ -1070,7 +1070,8 @@ def share_of_the_tail_capped(
     distance, push = _from_cells(pi, mu, tail, own)
     pi_rest, mu_rest = tail.sum(-1), (1 - mu.sum(-1)).clamp_min(0)
     w = torch.where(pi_rest > 0, (tail * tail).sum(-1) / pi_rest.clamp_min(1e-38), 0.0)
-    push = push + (w.clamp_max(0.3) - w) * (mu_rest - pi_rest)
+    flat = (tail.amax(-1) < 0.01) & (pi_rest > 0.55) & (pi_rest < 0.8)
+    push = push + torch.where(flat, pi_rest - w, 0.0) * (mu_rest - pi_rest)
     return _keep(distance, push, advantages, delta)
 
 
