@@ -11,7 +11,7 @@ import numpy as np
 
 from pdverify.batch import Batch
 from pdverify.conformance.checks.entry import check, coarse, every, infinite_allowed, measures
-from pdverify.conformance.plan import Plan
+from pdverify.conformance.plan import Plan, assembled
 from pdverify.conformance.questions import Question
 from pdverify.conformance.truth import Array
 from pdverify.definitions.cells import Cells
@@ -147,6 +147,14 @@ def mass(plan: Plan) -> Iterator[Question]:
                 top_k=8,
                 judges=MASK,
             )
+            yield from plan.ordinary(
+                "sampled-inside",
+                key=key.replace("pi_k", "mu_k"),
+                change=_behavior_certain(10.0**exponent),
+                vocab_size=65,
+                top_k=8,
+                judges=MASK,
+            )
         return
     yield from plan.ordinary("training-no-tail", judges=MASK)
     for exponent in (-3, -4, -5):
@@ -170,6 +178,19 @@ def _certain(rest: float) -> Callable[[Batch], Batch]:
         total = top + np.log(np.exp(others - top).sum(axis=-1, keepdims=True))
         np.put_along_axis(z, at, total + np.log((1 - rest) / rest), axis=-1)
         return replace(batch, logits=z.astype(np.float32))
+
+    return change
+
+
+def _behavior_certain(rest: float) -> Callable[[Batch], Batch]:
+    def change(batch: Batch) -> Batch:
+        """The two policies of `_certain` exchanged: the behavior policy is the certain one."""
+        sure = _certain(rest)(batch)
+        assert sure.logits is not None
+        assert batch.logits is not None
+        valid = batch.response_mask[..., None]
+        z, y = (np.where(valid, x, 0.0).astype(np.float64) for x in (batch.logits, sure.logits))
+        return assembled(batch, z, y)
 
     return change
 

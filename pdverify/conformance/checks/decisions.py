@@ -9,7 +9,7 @@ import numpy as np
 
 from pdverify.batch import Batch
 from pdverify.conformance.checks.entry import check, decides, every, measures
-from pdverify.conformance.checks.losses import with_ratio
+from pdverify.conformance.checks.losses import both_rare, with_ratio
 from pdverify.conformance.effective import designed_batch
 from pdverify.conformance.plan import Plan, assembled
 from pdverify.conformance.questions import Question
@@ -208,14 +208,16 @@ def zero_advantage(plan: Plan) -> Iterator[Question]:
     applies=decides,
 )
 def advantage_sign(plan: Plan) -> Iterator[Question]:
-    """One batch, first with every advantage positive, then with every one negative."""
+    """One batch, first with every advantage positive, then with every one negative; and all of them
+    equal, as with one reward for a group."""
     for family in ("far-apart", "direction-conflict"):
         batch = plan.material(family).batch
         for sign in (1.0, -1.0):
-            a = (sign * np.abs(batch.advantages)).astype(np.float32)
-            material = plan.wrap(replace(batch, advantages=a))
-            name = f"{family}, all A {'>' if sign > 0 else '<'} 0"
-            yield plan.question(name, material, plan.rule, judges=("keep",))
+            for size in (np.abs(batch.advantages), np.ones(batch.tokens.shape)):
+                a = (sign * size).astype(np.float32)
+                material = plan.wrap(replace(batch, advantages=a))
+                name = f"{family}, all A {'>' if sign > 0 else '<'} 0"
+                yield plan.question(name, material, plan.rule, judges=("keep",))
 
 
 @check(
@@ -247,7 +249,6 @@ def advantage_scale(plan: Plan) -> Iterator[Question]:
 def thresholds(plan: Plan) -> Iterator[Question]:
     """Uneven thresholds, each way round, on tokens whose distance lies between them; and one of
     them 0, which is not the same as not given."""
-    material = plan.material("far-apart", advantages="push")
     if plan.rule.direction == "clip":
         material = plan.material("peaked", advantages="push")
         d = np.sort(np.abs(np.expm1(plan.distance(material.batch))))
@@ -256,11 +257,14 @@ def thresholds(plan: Plan) -> Iterator[Question]:
             rule = plan.options.rule(clip_low=a, clip_high=b)
             yield plan.question("peaked", material, rule, judges=("keep",))
         return
-    d = np.sort(plan.distance(material.batch))
-    low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))
-    for a, b in ((low, high), (high, low), (0.0, 1000.0), (1000.0, 0.0)):
-        rule = plan.options.rule(delta_low=a, delta_high=b)
-        yield plan.question("far-apart", material, rule, judges=("keep",))
+    # the second family has likelier tokens under pi, so that A > 0 pushes outward too
+    for family in ("far-apart", "sampled-outside"):
+        material = plan.material(family, advantages="push")
+        d = np.sort(plan.distance(material.batch))
+        low, high = (float(f"{d[len(d) * i // 4]:.3g}") for i in (1, 3))
+        for a, b in ((low, high), (high, low), (0.0, 1000.0), (1000.0, 0.0)):
+            rule = plan.options.rule(delta_low=a, delta_high=b)
+            yield plan.question(family, material, rule, judges=("keep",))
 
 
 def _two_thresholds(plan: Plan) -> str | None:
@@ -306,6 +310,8 @@ def small_mass(plan: Plan) -> Iterator[Question]:
         batch = plan.sequence("sampled-outside", 12)
         far = with_ratio(batch, np.exp(np.linspace(20.0, 92.0, 12)))
         yield plan.question("log r from 20 to 92", plan.wrap(far), plan.rule)
+        rare = both_rare(plan.sequence("peaked", 12))
+        yield plan.question("both probabilities about e^-110", plan.wrap(rare), plan.rule)
 
 
 def _given_up(batch: Batch, own: bool) -> Batch:
@@ -336,7 +342,7 @@ def _given_up(batch: Batch, own: bool) -> Batch:
 )
 def extreme_thresholds(plan: Plan) -> Iterator[Question]:
     """Policies near and far apart, advantages that push outward: at a threshold of 0 every token
-    is dropped, at one of 1,000 none; at 1.5 and 30 some."""
+    is dropped, at one of 1,000 none; at 1.5 some, just above the largest D none."""
     for family in ("peaked", "far-apart"):
         material = plan.material(family, advantages="push")
         for width in (0.0, 1000.0):
@@ -347,7 +353,9 @@ def extreme_thresholds(plan: Plan) -> Iterator[Question]:
             yield plan.question(family, material, rule, judges=("keep",))
     material = plan.material("huge-scale", advantages="push")
     if plan.delta_is_free:
-        for width in (1.5, 30.0):
+        largest = plan.distance(material.batch)
+        largest = largest[np.isfinite(largest)]
+        for width in (1.5, float(f"{1.1 * largest.max(initial=30.0):.2g}")):
             yield plan.question(
                 "huge-scale", material, plan.options.rule(delta=width), judges=("keep",)
             )

@@ -141,11 +141,11 @@ def overflow(plan: Plan) -> Iterator[Question]:
     a = np.where(np.arange(12) % 2 == 0, 1.5, -0.75).astype(np.float32)
     far = replace(far, advantages=np.resize(a, far.tokens.shape))
     yield _loss(plan, "log r about 90", far, ("loss", "gradient"))
-    rare = _rare(plan.sequence("peaked", 12))
+    rare = both_rare(plan.sequence("peaked", 12))
     yield _loss(plan, "both probabilities about e^-110", rare, ("loss", "gradient"))
 
 
-def _rare(batch: Batch) -> Batch:
+def both_rare(batch: Batch) -> Batch:
     """Both policies all but exclude the sampled token, in about the same measure."""
     assert batch.logits is not None
     assert batch.behavior_logits is not None
