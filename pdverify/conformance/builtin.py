@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from pdverify.backends import BACKENDS, Backend, Bound
 from pdverify.batch import Batch, Rows
-from pdverify.budgets import Budgets
-from pdverify.cases import FAMILIES, designed_rows, replace_last
+from pdverify.cases import FAMILIES, replace_last
 from pdverify.cases import build as build_family
 from pdverify.conformance.bits import Share, effective_bits, wilson
+from pdverify.conformance.effective import designed_batch
+from pdverify.conformance.judging import ends as ends_of
 from pdverify.conformance.records import (
     CertificateRecord,
     Counterexample,
@@ -44,10 +45,9 @@ from pdverify.conformance.truth import (
     over_budget,
 )
 from pdverify.conformance.versions import versions
-from pdverify.definitions.cells import build as build_cells
 from pdverify.definitions.intervals import coefficient_interval
 from pdverify.definitions.losses import AGGREGATIONS, policy_loss, weights
-from pdverify.definitions.masks import MASKS, TAILS, coefficient
+from pdverify.definitions.masks import MASKS, TAILS
 from pdverify.formats import FORMATS
 from pdverify.oracle import Enclosure
 from pdverify.rules import Partition, Rule, Tail
@@ -334,7 +334,16 @@ def _designed_jobs(
         name = f"designed, {aim.divergence}, {aim.view}" + (f", {aim.tail}" if aim.tail else "")
         # an entry with another divergence learns nothing new from these rows
         mine = tuple(e for e in entries if _aims_at(e, aim))
-        jobs.append(_Job(name, "designed", partial(_designed, aim, seed), mine, delta, aim))
+        jobs.append(
+            _Job(
+                name,
+                "designed",
+                partial(designed_batch, aim.divergence, aim.view, aim.tail, seed),
+                mine,
+                delta,
+                aim,
+            )
+        )
     return jobs
 
 
@@ -343,21 +352,8 @@ def _aims_at(entry: Entry, aim: Aim) -> bool:
     return (
         mask.direction in ("predictive", "second-order")
         and (mask.divergence, entry.view) == (aim.divergence, aim.view)
-        and aim.tail in _ends(entry.tail)
+        and aim.tail in ends_of(entry.tail)
     )
-
-
-def _designed(aim: Aim, seed: int) -> Batch:
-    def value(batch: Batch) -> Array:
-        return coefficient(build_cells(batch.rows(), aim.view), aim.divergence, aim.tail)
-
-    def beta(batch: Batch) -> Array:
-        unit = FORMATS["fp32"].unit_roundoff
-        budgets = Budgets(batch.rows(), aim.view, "append", unit, "complement")
-        return budgets.coefficient(aim.divergence, aim.tail) / unit
-
-    rng = np.random.default_rng(seed)
-    return designed_rows(rng, value, beta, sequences=12, length=15, vocab_size=257, top_k=20)
 
 
 def _judge(job: _Job) -> _Result:
@@ -394,7 +390,7 @@ def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
     form = BACKENDS[entry.backend].form
     index = tuple(rows.index.T)
     mask = MASKS[entry.mask]
-    ends = _ends(entry.tail)
+    ends = ends_of(entry.tail)
     if mask.divergence is not None and mask.direction != "none":
         name = mask.divergence
         got = bound.divergence(name, entry.view)[index]
@@ -415,10 +411,6 @@ def _judge_entry(job: _Job, entry: Entry, truth: Truth, bound: Bound) -> _Tally:
     for rule in _rules(job, entry, truth):
         _decisions(tally, job, rule, truth, bound, unit, form, ends)
     return tally
-
-
-def _ends(tail: Tail | None) -> tuple[Tail | None, ...]:
-    return ("aggregated", "uniform") if tail == "bracket" else (tail,)
 
 
 def _rules(job: _Job, entry: Entry, truth: Truth) -> list[Rule]:

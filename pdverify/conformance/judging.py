@@ -189,7 +189,7 @@ class Judge:
         moves = answer.gradient[index]
         moves = np.abs(moves).max(-1) if moves.ndim == 2 else np.abs(moves)
         visible = self._weight * (1 - np.exp(self._log_pi_k)) > 1e-30
-        if moves.ndim == 1 and answer.gradient.ndim == 2:
+        if answer.gradient.ndim == 2:  # taken at the log-probs
             visible = self._weight > 1e-30
         return ~(moves == 0), visible & ~np.isnan(moves)
 

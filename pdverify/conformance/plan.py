@@ -1,7 +1,7 @@
 """Inputs for checks: batches with their right answers, thresholds, advantages, made once.
 
 A `Plan` knows what a target claims to be and what it takes; checks ask it for questions.  Plans of
-equal claims are shared (`plan_for`), so that many targets are judged with one set of truths.
+equal options share their batches, so that many targets are judged with one set of truths.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -246,8 +246,7 @@ class Plan:
 
     def question(self, name: str, material: Material, rule: Rule, **options: Any) -> Question:
         """A question about a batch; its name says which thresholds."""
-        cap = RATIO_CAP if self.options.ratio_cap is None else self.options.ratio_cap
-        options.setdefault("ratio_cap", cap)
+        options.setdefault("ratio_cap", self.loss_cap)
         return Question(f"{name}{_thresholds(rule)}", material, rule, **options)
 
     def near(self, family: str = "peaked", dtype: str = "fp32") -> Iterator[Question]:
@@ -438,13 +437,7 @@ class Plan:
             behavior = z + np.exp(t)[..., None] * (y - z)
         return assembled(batch, z, behavior)
 
-    # ---- applicability, as reasons
-
-    def only(self, condition: bool, reason: str) -> str | None:
-        """`reason` unless `condition`: why a check does not apply."""
-        return None if condition else reason
-
-    @cached_property
+    @property
     def loss_cap(self) -> float:
         """The declared cap of the importance ratio, or the default."""
         return RATIO_CAP if self.options.ratio_cap is None else self.options.ratio_cap

@@ -160,7 +160,7 @@ class TargetSession:
                 f" {', '.join(self.target.parameters)}"
             )
         if answer.failure is not None and answer.failure.kind == "time-out":
-            self._hang(answer.failure.message)
+            self._hung = answer.failure.message
         loss = answer.values.get("loss")
         if loss is not None and answer.failure is None:
             answer = self.caller.ask(replace(question, judges=("loss",)))
@@ -180,9 +180,6 @@ class TargetSession:
             raise TargetError(
                 f"TARGET {self.target.name!r} returns a loss per token: leave --aggregation out"
             )
-
-    def _hang(self, message: str) -> None:
-        self._hung = message
 
     # ---- one check
 
@@ -310,10 +307,10 @@ class TargetSession:
         return self._record(
             check,
             "failed",
-            _message(fault, faults, kind),
+            _message(fault, faults),
             kind=kind,
             convention=name.id if name is not None and name.documented else None,
-            cause=_cause(check, name, kind, fault),
+            cause=_cause(check, name, kind),
             counterexample=example,
             **common,
         )
@@ -616,19 +613,15 @@ def _summary(decisions: DecisionCounts, worst: float | None) -> str:
     return ", ".join(parts) or "as it should be"
 
 
-def _message(fault: Fault, count: int, kind: VerdictKind) -> str:
-    if fault.row is None and fault.place is None and kind in (
-        "raised", "time-out", "form", "modified",
-    ):  # fmt: skip
+def _message(fault: Fault, count: int) -> str:
+    if fault.quantity in ("answer", "inputs"):
         return fault.got
     where = "" if fault.place is None else f" at {list(fault.place)}"
     more = f" ({count} faults)" if count > 1 else ""
-    if fault.place is None and fault.row is None and fault.quantity == "answer":
-        return fault.got
     return f"{fault.quantity}{where}: expected {fault.expected}, got {fault.got}{more}"
 
 
-def _cause(check: Check, name: Alternative | None, kind: VerdictKind, fault: Fault) -> str:
+def _cause(check: Check, name: Alternative | None, kind: VerdictKind) -> str:
     if name is not None:
         return _named_cause(name)
     if kind == "precision":

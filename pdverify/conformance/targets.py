@@ -239,9 +239,8 @@ def _call(target: Target, question: Question) -> Answer:
     import torch
 
     given = tensors(question, target.parameters)
-    at = target.differentiates
-    with_gradient = question.loss and at is not None
-    if question.loss and at is not None:
+    at = target.differentiates if question.loss else None
+    if at is not None:
         given[at].requires_grad_()
     before = {}
     if question.presentation == "guarded":
@@ -251,9 +250,9 @@ def _call(target: Target, question: Question) -> Answer:
             if isinstance(value, torch.Tensor)
         }
     try:
-        with torch.set_grad_enabled(with_gradient):
+        with torch.set_grad_enabled(at is not None):
             returned = target.function(**given)
-        answer = _read(returned, question, given, at if with_gradient else None)
+        answer = _read(returned, question, given, at)
     except _Unusable as error:
         return Answer(failure=Failure("form", str(error)))
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from pdverify.batch import Batch
 from pdverify.conformance.checks.entry import check, coarse, every, infinite_allowed, measures
+from pdverify.conformance.checks.losses import with_rest
 from pdverify.conformance.plan import Plan, assembled
 from pdverify.conformance.questions import Question
 from pdverify.conformance.truth import Array
@@ -142,7 +144,7 @@ def mass(plan: Plan) -> Iterator[Question]:
             yield from plan.ordinary(
                 "sampled-inside",
                 key=key,
-                change=_certain(10.0**exponent),
+                change=partial(with_rest, rest=10.0**exponent),
                 vocab_size=65,
                 top_k=8,
                 judges=MASK,
@@ -150,7 +152,7 @@ def mass(plan: Plan) -> Iterator[Question]:
             yield from plan.ordinary(
                 "sampled-inside",
                 key=key.replace("pi_k", "mu_k"),
-                change=_behavior_certain(10.0**exponent),
+                change=partial(_certain_behavior, rest=10.0**exponent),
                 vocab_size=65,
                 top_k=8,
                 judges=MASK,
@@ -166,33 +168,14 @@ def mass(plan: Plan) -> Iterator[Question]:
             yield plan.question(key, material, rule, judges=MASK)
 
 
-def _certain(rest: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        """The sampled token's training logit raised until the others have mass `rest`."""
-        assert batch.logits is not None
-        z = np.where(batch.response_mask[..., None], batch.logits, 0.0).astype(np.float64)
-        at = batch.tokens[..., None]
-        others = z.copy()
-        np.put_along_axis(others, at, -np.inf, axis=-1)
-        top = others.max(axis=-1, keepdims=True)
-        total = top + np.log(np.exp(others - top).sum(axis=-1, keepdims=True))
-        np.put_along_axis(z, at, total + np.log((1 - rest) / rest), axis=-1)
-        return replace(batch, logits=z.astype(np.float32))
-
-    return change
-
-
-def _behavior_certain(rest: float) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
-        """The two policies of `_certain` exchanged: the behavior policy is the certain one."""
-        sure = _certain(rest)(batch)
-        assert sure.logits is not None
-        assert batch.logits is not None
-        valid = batch.response_mask[..., None]
-        z, y = (np.where(valid, x, 0.0).astype(np.float64) for x in (batch.logits, sure.logits))
-        return assembled(batch, z, y)
-
-    return change
+def _certain_behavior(batch: Batch, rest: float) -> Batch:
+    """The behavior policy is the training policy with the sampled token at mass `1 - rest`."""
+    sure = with_rest(batch, rest)
+    assert sure.logits is not None
+    assert batch.logits is not None
+    valid = batch.response_mask[..., None]
+    z, y = (np.where(valid, x, 0.0).astype(np.float64) for x in (batch.logits, sure.logits))
+    return assembled(batch, z, y)
 
 
 def _with_tail(mass: float) -> Callable[[Batch], Batch]:

@@ -63,6 +63,17 @@ def with_ratio(batch: Batch, ratio: np.ndarray[Any, np.dtype[np.float64]]) -> Ba
     return assembled(batch, z, y)
 
 
+def with_rest(batch: Batch, rest: float) -> Batch:
+    """The sampled token's training logit set so that all other tokens have mass `rest`."""
+    assert batch.logits is not None
+    z = np.where(batch.response_mask[..., None], batch.logits, 0.0).astype(np.float64)
+    at = batch.tokens[..., None]
+    others = z.copy()
+    np.put_along_axis(others, at, -np.inf, axis=-1)
+    np.put_along_axis(z, at, _log_sum(others) + np.log((1 - rest) / rest), axis=-1)
+    return replace(batch, logits=z.astype(np.float32))
+
+
 def _log_sum(x: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
     top = x.max(axis=-1, keepdims=True)
     total: np.ndarray[Any, np.dtype[np.float64]] = top + np.log(
@@ -136,7 +147,7 @@ def overflow(plan: Plan) -> Iterator[Question]:
     """Tokens that the behavior policy all but excluded: log r is about 90, beyond exp in float32.
     With A > 0 they are dropped, with A < 0 kept at the capped ratio. And tokens whose probability
     underflows under both policies, so that a quotient of probabilities is 0 / 0."""
-    batch = _dominant(plan.sequence("sampled-outside", 12))
+    batch = with_rest(plan.sequence("sampled-outside", 12), 0.5)
     far = with_ratio(batch, np.exp(np.linspace(89.5, 92.0, 12)))
     a = np.where(np.arange(12) % 2 == 0, 1.5, -0.75).astype(np.float32)
     far = replace(far, advantages=np.resize(a, far.tokens.shape))
@@ -157,17 +168,6 @@ def both_rare(batch: Batch) -> Batch:
     return assembled(batch, z, y)
 
 
-def _dominant(batch: Batch) -> Batch:
-    """The training policy's favorite is the sampled token: pi_k is about 1/2."""
-    assert batch.logits is not None
-    z = np.where(batch.response_mask[..., None], batch.logits, 0.0).astype(np.float64)
-    at = batch.tokens[..., None]
-    others = z.copy()
-    np.put_along_axis(others, at, -np.inf, axis=-1)
-    np.put_along_axis(z, at, _log_sum(others), axis=-1)
-    return replace(batch, logits=z.astype(np.float32))
-
-
 @check(
     "loss.cap",
     "the importance ratio is capped",
@@ -180,7 +180,7 @@ def cap(plan: Plan) -> Iterator[Question]:
     """Kept tokens (A < 0, the step brings the policies together) with ratios of 2 to 100, on both
     sides of the caps that frameworks use: 3, 5, 10 and 20. A target that takes ratio_cap is asked
     at 0.1, 2.5 and 50 too."""
-    batch = _dominant(plan.sequence("sampled-outside", 12))
+    batch = with_rest(plan.sequence("sampled-outside", 12), 0.5)
     wide = with_ratio(batch, np.exp(np.linspace(np.log(2.0), np.log(100.0), 12)))
     wide = replace(wide, advantages=np.full(wide.tokens.shape, -0.5, dtype=np.float32))
     caps = [plan.loss_cap, 2.5, 0.1, 50.0] if plan.free("ratio_cap") else [plan.loss_cap]
