@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pdverify.backends import torch_eager
+from pdverify.backends.cell_functions import STABLE
 from pdverify.batch import Batch
 from pdverify.cases import EDGE_CASES, FAMILIES, replace_last
 from pdverify.cases import build as family
@@ -134,8 +135,23 @@ def test_masks_agree_with_the_definitions(mask, name):
             rule = MASKS[mask].rule(view=view, tail=tail, delta=0.1)
             mine = masks.keep(batch.rows(), rule)
             theirs = keep_mask(batch, rule, compute_dtype=torch.float64)
-            assert (theirs[batch.response_mask] == mine).all(), rule
+            differ = theirs[batch.response_mask] != mine
+            assert not (differ & certain_sign(batch, rule)).any(), rule
             assert not theirs[~batch.response_mask].any()
+
+
+def certain_sign(batch: Batch, rule: Rule) -> np.ndarray:
+    """Where float64 rounding of both sides cannot turn the sign of C."""
+    rows = batch.rows()
+    if rule.direction not in ("predictive", "second-order"):
+        return np.ones(len(rows), dtype=bool)
+    cells = build(rows, rule.partition)
+    budgets = StrictBudgets(rows, rule.partition, "append", 2.0**-53, "complement", cells)
+    ends = ("aggregated", "uniform") if rule.tail == "bracket" else (rule.tail,)
+    with np.errstate(all="ignore"):
+        sizes = [np.abs(masks.coefficient(cells, rule.divergence, end)) for end in ends]
+        bounds = [2 * budgets.coefficient(rule.divergence, end) for end in ends]
+    return np.all([size > bound for size, bound in zip(sizes, bounds, strict=True)], axis=0)
 
 
 @pytest.mark.parametrize("tail", masks.TAILS)
@@ -403,7 +419,7 @@ def test_a_divergence_without_a_stable_form(monkeypatch):
     monkeypatch.setitem(DIVERGENCES._entries, "twice-tv", twice)
     batch = family("peaked", vocab_size=64, top_k=8)
     rows, valid = batch.rows(), batch.response_mask
-    assert "twice-tv" not in torch_eager._STABLE
+    assert "twice-tv" not in STABLE
     for partition in TAILS:
         options = {"compute_dtype": torch.float64, "partition": partition, **behavior(batch)}
         cells = build(rows, partition)

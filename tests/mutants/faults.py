@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdverify.backends import numpy_reference, torch_eager
+from pdverify.backends import cell_functions, numpy_reference, sums, torch_eager
+from pdverify.backends import masks as torch_masks
 from pdverify.definitions import _formulas, masks
 
 Patch = pytest.MonkeyPatch
@@ -65,12 +66,12 @@ def _wrap(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> No
     patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
-def _change_cells(patch: Patch, change: Callable[[torch_eager._Cells], dict[str, Any]]) -> None:
+def _change_cells(patch: Patch, change: Callable[[sums.Cells], dict[str, Any]]) -> None:
     def changed(original: Any, *args: Any) -> Any:
         cells = original(*args)
         return replace(cells, **change(cells))
 
-    _wrap(patch, torch_eager, "_coarse_cells", changed)
+    _wrap(patch, sums.CoarseView, "cells", changed)
 
 
 TOPK = ("torch-eager/*/topk*",)
@@ -81,23 +82,21 @@ EVERYTHING = ("torch-eager/*",)
 
 @fault("direction-conflict", fails=PREDICTIVE, quantity=("keep", "coefficient"))
 def sign_of_the_global_term(patch: Patch) -> None:
-    def changed(original: Any, cells: Any, name: str) -> Any:
-        _, moment = torch_eager._functions(name)
-        h_k = moment(cells.mu_k, cells.pi_k, cells.gap_k)
-        local = h_k * (cells.rest**2 + cells.rest_collision)
-        return local + (local - original(cells, name))
+    def changed(original: Any, found: Any, name: str) -> Any:
+        local = _local_term(found, name)
+        return local + (local - original(found, name))
 
-    _wrap(patch, torch_eager, "_coefficient", changed)
+    _wrap(patch, sums.Sums, "coefficient", changed)
 
 
 @fault("direction-conflict", fails=PREDICTIVE, quantity=("keep", "coefficient"))
 def global_term_missing(patch: Patch) -> None:
-    def changed(original: Any, cells: Any, name: str) -> Any:
-        _, moment = torch_eager._functions(name)
-        h_k = moment(cells.mu_k, cells.pi_k, cells.gap_k)
-        return h_k * (cells.rest**2 + cells.rest_collision)
+    _wrap(patch, sums.Sums, "coefficient", lambda original, found, name: _local_term(found, name))
 
-    _wrap(patch, torch_eager, "_coefficient", changed)
+
+def _local_term(found: sums.Sums, name: str) -> torch.Tensor:
+    _, moment = cell_functions.cell_functions(name)
+    return moment(found.mu_k, found.pi_k, found.gap_k) * (found.rest**2 + found.collision)
 
 
 @fault("direction-conflict", fails=PREDICTIVE, quantity=("keep",))
@@ -105,7 +104,7 @@ def direction_by_the_ratio(patch: Patch) -> None:
     def changed(original: Any, cells: Any, rule: Any, *rest: Any) -> Any:
         return original(cells, replace(rule, direction="ratio"), *rest)
 
-    _wrap(patch, torch_eager, "_end_keeps", changed)
+    _wrap(patch, torch_masks, "_end_keeps", changed)
 
 
 @fault(
@@ -117,7 +116,7 @@ def advantage_ignored_by_the_direction(patch: Patch) -> None:
     def changed(original: Any, cells: Any, rule: Any, sign: Any, advantages: Any) -> Any:
         return original(cells, rule, sign.abs(), advantages.abs())
 
-    _wrap(patch, torch_eager, "_end_keeps", changed)
+    _wrap(patch, torch_masks, "_end_keeps", changed)
 
 
 @fault(
@@ -129,7 +128,7 @@ def proximity_missing(patch: Patch) -> None:
     def changed(original: Any, cells: Any, rule: Any, *rest: Any) -> Any:
         return original(cells, replace(rule, delta_low=-math.inf, delta_high=-math.inf), *rest)
 
-    _wrap(patch, torch_eager, "_end_keeps", changed)
+    _wrap(patch, torch_masks, "_end_keeps", changed)
 
 
 @fault("tail-conflict", fails=COARSE, quantity=("keep", "coefficient", "divergence"))
@@ -165,18 +164,25 @@ def log_of_tail_mass_clamped(patch: Patch) -> None:
 
 @fault("zipf", fails=TOPK, quantity=("keep", "coefficient", "divergence"))
 def last_listed_token_lost(patch: Patch) -> None:
-    def changed(original: Any, pi: Any, k: Any, mu_k: Any, ids: Any, mu: Any, tail: Any) -> Any:
+    def changed(original: Any, k: Any, ids: Any, mu: Any, mu_k: Any) -> Any:
         size = max(ids.shape[-1] - 1, 1)
-        return original(pi, k, mu_k, ids[..., :size], mu[..., :size], tail)
+        return original(k, ids[..., :size], mu[..., :size], mu_k)
 
-    _wrap(patch, torch_eager, "_coarse_cells", changed)
+    _wrap(patch, sums.Retained, "of", changed)
 
 
 @fault("sampled-outside", fails=TOPK, quantity=("keep", "coefficient", "divergence"))
 def sampled_token_left_in_the_tail(patch: Patch) -> None:
-    def changed(original: Any, pi: Any, k: Any, mu_k: Any, ids: Any, mu: Any, tail: Any) -> Any:
-        cells = original(pi, k, mu_k, ids, mu, tail)
-        outside = (ids != k[..., None]).all(-1)
+    def note(original: Any, k: Any, ids: Any, *rest: Any) -> Any:
+        nonlocal outside
+        outside = (ids != k[:, None]).all(-1)
+        return original(k, ids, *rest)
+
+    outside = torch.empty(0)
+    _wrap(patch, sums.Retained, "of", note)
+
+    def changed(original: Any, view: Any, tail: Any) -> Any:
+        cells = original(view, tail)
         mu_tail = torch.where(outside, cells.mu_tail + cells.mu_k, cells.mu_tail)
         pi_tail = torch.where(outside, cells.pi_tail + cells.pi_k, cells.pi_tail)
         return replace(
@@ -186,10 +192,10 @@ def sampled_token_left_in_the_tail(patch: Patch) -> None:
             gap_k=torch.where(outside, 0.0, cells.gap_k),
             mu_tail=mu_tail,
             pi_tail=pi_tail,
-            gap_tail=torch_eager._gap(pi_tail.log(), mu_tail.log()),
+            gap_tail=cell_functions.log_ratio(pi_tail.log(), mu_tail.log()),
         )
 
-    _wrap(patch, torch_eager, "_coarse_cells", changed)
+    _wrap(patch, sums.CoarseView, "cells", changed)
 
 
 @fault(
@@ -198,10 +204,10 @@ def sampled_token_left_in_the_tail(patch: Patch) -> None:
     quantity=("keep", "coefficient"),
 )
 def aggregated_where_exact_is_asked(patch: Patch) -> None:
-    def changed(original: Any, *args: Any) -> Any:
-        return original(*args[:-1], "aggregated" if args[-1] == "exact" else args[-1])
+    def changed(original: Any, view: Any, tail: Any) -> Any:
+        return original(view, "aggregated" if tail == "exact" else tail)
 
-    _wrap(patch, torch_eager, "_coarse_cells", changed)
+    _wrap(patch, sums.CoarseView, "cells", changed)
 
 
 @fault(
@@ -210,14 +216,14 @@ def aggregated_where_exact_is_asked(patch: Patch) -> None:
     quantity=("coefficient", "keep"),
 )
 def tail_counted_without_the_sampled_token(patch: Patch) -> None:
-    def changed(original: Any, pi: Any, k: Any, mu_k: Any, ids: Any, mu: Any, tail: Any) -> Any:
-        cells = original(pi, k, mu_k, ids, mu, tail)
+    def changed(original: Any, view: Any, tail: Any) -> Any:
+        cells = original(view, tail)
         if tail != "uniform":
             return cells
-        mean = cells.pi_tail / (pi.shifted.shape[-1] - ids.shape[-1])
+        mean = cells.pi_tail / (view._size - cells.mu.shape[-1])
         return replace(cells, tail_mean=mean, tail_square=mean * mean)
 
-    _wrap(patch, torch_eager, "_coarse_cells", changed)
+    _wrap(patch, sums.CoarseView, "cells", changed)
 
 
 @fault("tail-conflict", fails=("torch-eager/predictive-*/topk/bracket",), quantity=("keep",))
@@ -240,13 +246,13 @@ def bracket_drops_when_either_end_does(patch: Patch) -> None:
     quantity=("keep", "coefficient", "divergence"),
 )
 def kl_reversed(patch: Patch) -> None:
-    patch.setitem(torch_eager._STABLE, "kl", torch_eager._STABLE["reverse-kl"])
+    patch.setitem(cell_functions.STABLE, "kl", cell_functions.STABLE["reverse-kl"])
 
 
 def _double(patch: Patch, name: str) -> None:
-    cell, moment = torch_eager._STABLE[name]
+    cell, moment = cell_functions.STABLE[name]
     twice = (lambda *cells: 2 * cell(*cells), lambda *cells: 2 * moment(*cells))
-    patch.setitem(torch_eager._STABLE, name, twice)
+    patch.setitem(cell_functions.STABLE, name, twice)
 
 
 @fault(
@@ -273,16 +279,16 @@ def jensen_shannon_without_the_half(patch: Patch) -> None:
     quantity=("keep",),
 )
 def second_order_curvature_missing(patch: Patch) -> None:
-    _wrap(patch, torch_eager, "_kl_curvature", lambda original, cells: 0 * original(cells))
+    _wrap(patch, sums.Sums, "kl_curvature", lambda original, found: 0 * original(found))
 
 
 @fault("zipf", fails=EVERYTHING, quantity=("keep", "coefficient", "divergence", "loss", "gradient"))
 def softmax_in_bf16(patch: Patch) -> None:
-    def changed(original: Any, logits: Any, dtype: Any) -> Any:
-        policy = original(logits, torch.bfloat16)
-        return torch_eager._Policy(policy.shifted.to(dtype), policy.log_norm.to(dtype))
+    def changed(original: Any, *args: Any) -> Any:
+        return original(*args[:-1], torch.bfloat16)
 
-    _wrap(patch, torch_eager, "_policy", changed)
+    for name in ("tail", "full", "cell_sums"):
+        _wrap(patch, torch_eager.TorchEager, name, changed)
 
 
 DROPS = ("torch-eager/ppo-clip/*", "torch-eager/dppo-*", "torch-eager/predictive-*")
@@ -416,7 +422,7 @@ def thresholds_of_the_two_signs_swapped(patch: Patch) -> None:
         swapped = replace(rule, delta_low=rule.delta_high, delta_high=rule.delta_low)
         return original(cells, swapped, *rest)
 
-    _wrap(patch, torch_eager, "_end_keeps", changed)
+    _wrap(patch, torch_masks, "_end_keeps", changed)
 
 
 @fault("zipf", fails=("torch-eager/ppo-clip/*",), quantity=("keep",))
@@ -433,7 +439,7 @@ def step_size_ignored(patch: Patch) -> None:
     def changed(original: Any, cells: Any, rule: Any, *rest: Any) -> Any:
         return original(cells, replace(rule, eta=1.0), *rest)
 
-    _wrap(patch, torch_eager, "_end_keeps", changed)
+    _wrap(patch, torch_masks, "_end_keeps", changed)
 
 
 @fault("padding", fails=EVERYTHING, message="the loss aggregated by")
@@ -441,7 +447,7 @@ def token_mean_counts_padding(patch: Patch) -> None:
     def changed(original: Any, loss: Any, valid: Any, aggregation: str) -> Any:
         return original(loss, torch.ones_like(valid), aggregation)
 
-    _wrap(patch, torch_eager, "aggregate", changed)
+    _wrap(patch, torch_masks, "aggregate", changed)
 
 
 NUMPY = ("numpy/predictive-*",)
