@@ -51,6 +51,7 @@ class Backend:
         devices: the devices it can run on here.
         unavailable: why it cannot run here, or None.
         bind: `(batch, precision, device) -> Bound`.
+        module: where its functions on plain logits are, if they can be called as they are.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Backend:
     devices: Callable[[], tuple[str, ...]]
     unavailable: Callable[[], str | None]
     bind: Callable[[Batch, str, str], Bound]
+    module: str | None = None
 
 
 BACKENDS: Registry[Backend] = Registry("backend")
@@ -75,13 +77,15 @@ def _bind_numpy(batch: Batch, precision: str, device: str) -> Bound:
     return BoundNumpy(batch)
 
 
-def _bind_torch(module: str) -> Callable[[Batch, str, str], Bound]:
+def _bind_torch(module: str, judged: str | None) -> Callable[[Batch, str, str], Bound]:
     def bind(batch: Batch, precision: str, device: str) -> Bound:
         import importlib
 
         from pdverify.backends.bound_torch import BoundTorch
 
-        return BoundTorch(importlib.import_module(module), batch, precision, device)
+        functions = importlib.import_module(module)
+        functions = getattr(functions, judged) if judged else functions
+        return BoundTorch(functions, batch, precision, device)
 
     return bind
 
@@ -104,15 +108,50 @@ BACKENDS.add(
         _bind_numpy,
     ),
 )
-BACKENDS.add(
-    "torch-eager",
-    Backend(
-        "torch-eager",
-        "eager torch in stable forms",
-        "complement",
-        ("fp32", "fp64"),
-        _torch_devices,
-        _available,
-        _bind_torch("pdverify.backends.torch_eager"),
-    ),
+
+
+def _add_torch(name: str, module: str, summary: str, judged: str | None = None) -> None:
+    """A torch backend; what its module says of itself in `unavailable` and `devices` counts.
+
+    `judged` is an object of that module with the functions on plain logits, where those of the
+    module read them from something else.
+    """
+
+    def ask(function: str, usual: Callable[[], Any]) -> Any:
+        import importlib
+
+        return getattr(importlib.import_module(module), function, usual)()
+
+    BACKENDS.add(
+        name,
+        Backend(
+            name,
+            summary,
+            "complement",
+            ("fp32", "fp64"),
+            lambda: ask("devices", _torch_devices),
+            lambda: ask("unavailable", _available),
+            _bind_torch(module, judged),
+            None if judged else module,
+        ),
+    )
+
+
+_add_torch("torch-eager", "pdverify.backends.torch_eager", "eager torch in stable forms")
+_add_torch(
+    "torch-chunked",
+    "pdverify.backends.torch_chunked",
+    "eager torch, one pass, nothing of the size of the logits",
+)
+_add_torch(
+    "linear-head",
+    "pdverify.backends.exact_heads",
+    "from hidden states and the language-model head",
+    "exact_products",
+)
+_add_torch(
+    "vocab-parallel",
+    "pdverify.backends.vocab_parallel",
+    "logits sharded over ranks along the vocabulary",
+    "in_process",
 )

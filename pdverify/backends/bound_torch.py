@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ DTYPES = {
 
 
 class BoundTorch:
-    """See `pdverify.backends.Bound`; `module` has the function names of `torch_eager`."""
+    """See `pdverify.backends.Bound`; `module` has the functions of `TorchBackend`."""
 
-    def __init__(self, module: ModuleType, batch: Batch, precision: str, device: str) -> None:
+    def __init__(self, module: Any, batch: Batch, precision: str, device: str) -> None:
         self._module, self._device = module, device
         self._compute = torch.float64 if precision == "fp64" else torch.float32
         logits = DTYPES[batch.dtype]

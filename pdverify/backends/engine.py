@@ -50,7 +50,8 @@ class Engine:
     """
 
     from_moments: frozenset[str] = frozenset({"kl", "reverse-kl"})
-    """Divergences that `full` alone settles; the others take a second sweep, `cell_sums`."""
+    """Divergences that `full` alone settles in float32; the others, and float64, take a second
+    sweep, `cell_sums`."""
 
     def __init__(self, block: int | None = None) -> None:
         self.block = block
@@ -70,11 +71,14 @@ class Engine:
             )
         return logits.reshape(-1, size)
 
+    def usual_block(self, device: torch.device) -> int:
+        """Logits of a block where the caller chose no number."""
+        return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+
     def blocks(self, logits: Tensor) -> Iterator[slice]:
         """Blocks of rows whose temporaries are small."""
         count, size = logits.shape
-        block = self.block or (CPU_BLOCK if logits.device.type == "cpu" else DEVICE_BLOCK)
-        step = max(1, block // size)
+        step = max(1, (self.block or self.usual_block(logits.device)) // size)
         for start in range(0, count, step):
             yield slice(start, min(start + step, count))
 
@@ -126,20 +130,28 @@ class Engine:
             z = logits[rows].to(compute).scatter(-1, k, NEG_INF)
             y = behavior[rows].to(compute).scatter(-1, k, NEG_INF)
             top_z, top_y = finite_or_zero(z.amax(-1)), finite_or_zero(y.amax(-1))
+            best = z.argmax(-1, keepdim=True)
             z, y = z - top_z[:, None], y - top_y[:, None]
             d, ez, ey = log_ratio(z, y), z.exp(), y.exp()
+            # the likeliest token apart, in float64: it may have nearly all of the mass
+            a0, b0, d0 = (x.gather(-1, best)[:, 0].double() for x in (ez, ey, d))
+            d, ez, ey = (x.scatter(-1, best, 0.0) for x in (d, ez, ey))
             square = ez * ez
+
+            def total(x: Tensor, apart: Tensor) -> Tensor:
+                return x.sum(-1).double() + apart
+
             return (
                 top_z,
-                ez.sum(-1),
-                square.sum(-1),
-                (square * ez).sum(-1),
+                total(ez, a0),
+                total(square, a0),
+                total(square * ez, a0),
                 top_y,
-                ey.sum(-1),
-                (ez * ey).sum(-1),
-                times(ey, d).sum(-1),
-                times(ez, d).sum(-1),
-                times(square, d).sum(-1),
+                total(ey, b0),
+                total(ez * ey, a0 * b0),
+                total(times(ey, d), times(b0, d0)),
+                total(times(ez, d), times(a0, d0)),
+                total(times(square, d), times(a0, d0)),
             )
 
         return FullMoments(*self.over_blocks(logits, sums))

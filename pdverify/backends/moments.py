@@ -1,8 +1,8 @@
-"""Sums over a vocabulary from which everything else follows, and how two of them are merged.
+"""Sums over a vocabulary from which everything else follows, and how those of its parts are joined.
 
 Weights are relative to the largest logit of the tokens summed, so nothing overflows, and a policy
 whose sampled token has nearly all of the mass still keeps the digits of the others.  All fields
-are float64 `[T]`.  Sums over disjoint parts of the vocabulary (tiles, chunks, ranks) merge.
+are float64 `[T]`.  Sums over disjoint parts of the vocabulary (tiles, chunks, ranks) join.
 """
 
 from __future__ import annotations
@@ -61,26 +61,22 @@ def times(mass: Tensor, factor: Tensor) -> Tensor:
     return torch.where(mass == 0, 0.0, mass * factor)
 
 
-def _rise(top: Tensor, weight: Tensor, other_top: Tensor, other_weight: Tensor) -> Tensor:
-    """How far the merged top lies above `top` (>= 0); 0 for a sum without tokens."""
-    higher = (weight != 0) & (other_weight != 0) & (other_top > top)
-    return torch.where(higher, other_top - top, 0.0)
+def _common_top(top: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest of the tops `[..., n]` of sums that are not 0, and how far each rises to it.
+
+    `[...]` and `[..., n]`; both are 0 for sums that are 0.
+    """
+    highest = torch.where(weight == 0, -torch.inf, top).amax(-1)
+    highest = torch.where(torch.isneginf(highest), 0.0, highest)
+    return highest, torch.where(weight == 0, 0.0, highest[..., None] - top)
 
 
-def merge_tails(a: TailMoments, b: TailMoments) -> TailMoments:
-    """Moments of two disjoint sets of tokens together."""
-    down_a, down_b = _rise(a.top, a.s1, b.top, b.s1), _rise(b.top, b.s1, a.top, a.s1)
-    scale_a, scale_b = (-down_a).exp(), (-down_b).exp()
-    return TailMoments(
-        torch.where(a.s1 == 0, b.top, a.top + down_a),
-        a.s1 * scale_a + b.s1 * scale_b,
-        a.s2 * scale_a**2 + b.s2 * scale_b**2,
-        a.s3 * scale_a**3 + b.s3 * scale_b**3,
-    )
+def lowered(m: FullMoments, down_z: Tensor, down_y: Tensor) -> tuple[Tensor, ...]:
+    """The sums `(s1, s2, s3, m1, x, f, e1, e2)` relative to tops that are higher by `down`.
 
-
-def _lowered(m: FullMoments, down_z: Tensor, down_y: Tensor) -> tuple[Tensor, ...]:
-    """The sums `(s1, s2, s3, m1, x, f, e1, e2)` relative to tops that are higher by `down`."""
+    A side without mass in one policy has that policy's d relative to 0: its f, e1 are infinite or
+    0, and `down` is 0 for it.
+    """
     rz, ry = (-down_z).exp(), (-down_y).exp()
     shift = down_y - down_z  # every d moves by as much
     return (
@@ -95,15 +91,31 @@ def _lowered(m: FullMoments, down_z: Tensor, down_y: Tensor) -> tuple[Tensor, ..
     )
 
 
+def joined_tails(m: TailMoments) -> TailMoments:
+    """Moments `[..., n]` of `n` disjoint sets of tokens together, `[...]`."""
+    top, down = _common_top(m.top, m.s1)
+    scale = (-down).exp()
+    sums = m.s1 * scale, m.s2 * scale**2, m.s3 * scale**3
+    return TailMoments(top, *(x.sum(-1) for x in sums))
+
+
+def joined_full(m: FullMoments) -> FullMoments:
+    """Moments `[..., n]` of `n` disjoint parts of the vocabulary together, `[...]`."""
+    (top_z, down_z), (top_y, down_y) = _common_top(m.top_z, m.s1), _common_top(m.top_y, m.m1)
+    s1, s2, s3, *others = (x.sum(-1) for x in lowered(m, down_z, down_y))
+    return FullMoments(top_z, s1, s2, s3, top_y, *others)
+
+
+def merge_tails(a: TailMoments, b: TailMoments) -> TailMoments:
+    """Moments of two disjoint sets of tokens together."""
+    return joined_tails(TailMoments(*_stacked(a, b)))
+
+
 def merge_full(a: FullMoments, b: FullMoments) -> FullMoments:
     """Moments of two disjoint parts of the vocabulary together."""
-    za, zb = _rise(a.top_z, a.s1, b.top_z, b.s1), _rise(b.top_z, b.s1, a.top_z, a.s1)
-    ya, yb = _rise(a.top_y, a.m1, b.top_y, b.m1), _rise(b.top_y, b.m1, a.top_y, a.m1)
-    # a side without mass in one policy has that policy's d relative to 0: its f, e1 are infinite
-    # or 0, so no shift is needed
-    s1, s2, s3, m1, x, f, e1, e2 = (
-        one + other for one, other in zip(_lowered(a, za, ya), _lowered(b, zb, yb), strict=True)
-    )
-    top_z = torch.where(a.s1 == 0, b.top_z, a.top_z + za)
-    top_y = torch.where(a.m1 == 0, b.top_y, a.top_y + ya)
-    return FullMoments(top_z, s1, s2, s3, top_y, m1, x, f, e1, e2)
+    return joined_full(FullMoments(*_stacked(a, b)))
+
+
+def _stacked(a: TailMoments | FullMoments, b: TailMoments | FullMoments) -> list[Tensor]:
+    fields = zip(vars(a).values(), vars(b).values(), strict=True)
+    return [torch.stack(pair, -1) for pair in fields]

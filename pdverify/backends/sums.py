@@ -25,10 +25,11 @@ class Sums:
     """One divergence on the cells of a partition.
 
     `mu_k`, `pi_k`, `gap_k` (`log pi_k - log mu_k`, nats) belong to the sampled token.  The sums run
-    over the others, the tail cell with its `x = sum_tail pi^2` and `sum_tail pi^3` included:
-    `rest` of pi, `collision` of pi^2, `cubes` of pi^3, `cells` of the shares of D, `moments` of h,
-    `weighted` of `h pi`.  `tail_variance` is `mu_T Var_tail(pi)`; `excess` is `sum mu - sum pi`:
-    stored log-probs may sum to a little more than 1.
+    over the others: `rest` of pi, `collision` of pi^2, `cubes` of pi^3, `cells` of the shares of D,
+    all with the tail cell; `moments` of h and `weighted` of `h pi` without it.  The tail's own h,
+    `h_tail`, may be infinite, and `tail_mean` is its `sum_tail pi^2 / pi_T`.  `tail_variance` is
+    `mu_T Var_tail(pi)`; `excess` is `sum mu - sum pi`: stored log-probs may sum to a little more
+    than 1.
     """
 
     mu_k: Tensor
@@ -40,6 +41,8 @@ class Sums:
     cells: Tensor
     moments: Tensor
     weighted: Tensor
+    h_tail: Tensor | None = None
+    tail_mean: Tensor | float = 0.0
     tail_variance: Tensor | float = 0.0
     excess: Tensor | float = 0.0
 
@@ -54,7 +57,11 @@ class Sums:
         _, moment = cell_functions(name)
         h_k = moment(self.mu_k, self.pi_k, self.gap_k)
         local = h_k * (self.rest * self.rest + self.collision)
-        return local - self.weighted - (self.pi_k * self.rest - self.collision) * self.moments
+        shift = self.pi_k * self.rest - self.collision
+        others = self.weighted + shift * self.moments
+        if self.h_tail is not None:
+            others = others + times(self.tail_mean + shift, self.h_tail)
+        return local - others
 
     def kl_curvature(self) -> Tensor:
         """Second derivative of forward KL along the frozen direction `u_i = 1[i = k] - pi_i`.
@@ -221,8 +228,10 @@ class Cells:
             collision=(self.pi**2).sum(-1) + pi_tail * mean,
             cubes=(self.pi**3).sum(-1) + pi_tail * square,
             cells=cell(self.mu, self.pi, self.gap).sum(-1) + cell(mu_tail, pi_tail, self.gap_tail),
-            moments=h.sum(-1) + h_tail,
-            weighted=times(self.pi, h).sum(-1) + times(mean, h_tail),
+            moments=h.sum(-1),
+            weighted=times(self.pi, h).sum(-1),
+            h_tail=h_tail,
+            tail_mean=mean,
             tail_variance=mu_tail * (square - mean * mean),
             excess=self.excess,
         )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def keep_mask(batch: Batch, rule: Rule, **options: object) -> np.ndarray:
     return kept.numpy()
 
 
-def check_values(batch: Batch, partition: str) -> None:
+def check_values(batch: Batch, partition: str, module: Any = torch_eager) -> None:
     """D and C within budget of the oracle; never NaN where the definition is finite."""
     rows, valid = batch.rows(), batch.response_mask
     cells, judge = build(rows, partition), Judge(rows)
@@ -66,12 +67,12 @@ def check_values(batch: Batch, partition: str) -> None:
                 truth = judge.divergence(name, partition)
                 # stored masses may sum to a little over 1; a negative sum is reported as 0
                 low, high = np.maximum(truth.low, 0.0), np.maximum(truth.high, 0.0)
-                value = torch_eager.divergence(*inputs(batch), name=name, **options)
+                value = module.divergence(*inputs(batch), name=name, **options)
                 mine, budget = masks.divergence(cells, name), budgets.divergence(name)
                 check(value.double().numpy()[valid], mine, low, high, budget)
                 for tail in TAILS[partition]:
                     truth = judge.coefficient(name, partition, tail)
-                    value = torch_eager.coefficient(*inputs(batch), name=name, tail=tail, **options)
+                    value = module.coefficient(*inputs(batch), name=name, tail=tail, **options)
                     mine = masks.coefficient(cells, name, tail)
                     budget = budgets.coefficient(name, tail)
                     check(value.double().numpy()[valid], mine, truth.low, truth.high, budget)
