@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VERIFY_ARGS ?=
 
-.PHONY: verify test frameworks derive install lint clean
+.PHONY: verify test frameworks gpu derive install lint clean
 
 verify: $(VENV)/.verify
 	$(BIN)/pdverify check $(VERIFY_ARGS)
@@ -19,6 +19,10 @@ test: $(VENV)/.test
 frameworks: $(VENV)/.torch
 	$(PIP) install -q -c constraints.txt -e .
 	$(BIN)/python -m pdverify.tools.frameworks
+
+# What needs a GPU; says so and exits 0 where there is none.
+gpu: $(VENV)/.test
+	$(BIN)/python -m pdverify.tools.gpu
 
 derive: $(VENV)/.test
 	$(BIN)/python -m derivations check

@@ -155,3 +155,8 @@ _add_torch(
     "logits sharded over ranks along the vocabulary",
     "in_process",
 )
+_add_torch(
+    "torch-compiled", "pdverify.backends.torch_compiled", "the same sums through torch.compile"
+)
+_add_torch("native", "pdverify.backends.native", "a C++ kernel for CPUs, built on first use")
+_add_torch("triton", "pdverify.backends.triton_backend", "Triton kernels for GPUs")

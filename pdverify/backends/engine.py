@@ -86,7 +86,7 @@ class Engine:
         self, logits: Tensor, function: Callable[[slice], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """`function` of every block of rows, joined, in float64."""
-        parts = [function(rows) for rows in self.blocks(logits)]
+        parts = [function(rows) for rows in self.blocks(logits)] or [function(slice(0, 0))]
         return tuple(torch.cat(column).double() for column in zip(*parts, strict=True))
 
     def gather(self, logits: Any, ids: Tensor) -> Tensor:

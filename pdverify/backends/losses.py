@@ -47,11 +47,29 @@ class _LogProb(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         logits, tokens, log_pi, norm = ctx.saved_tensors
-        slope = ctx.engine.softmax_gradient(logits, norm, grad)
+        slope = _Slope.apply(logits, tokens, log_pi, norm, grad, ctx.engine)  # type: ignore[no-untyped-call]
+        return slope, None, None, None, None
+
+
+class _Slope(torch.autograd.Function):
+    """The gradient of `_LogProb`; apart, because engines write into buffers."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, tokens: Tensor, log_pi: Tensor, norm: Tensor, grad: Tensor, engine: Engine
+    ) -> Tensor:
+        slope: Tensor = engine.softmax_gradient(logits, norm, grad)
         # 1 - pi_k through expm1: it cancels where k has nearly all of the mass
         at_k = torch.where(grad == 0, 0.0, -grad * torch.expm1(log_pi))
-        slope.scatter_(-1, tokens[:, None], at_k[:, None].to(slope.dtype))
-        return slope, None, None, None, None
+        return slope.scatter_(-1, tokens[:, None], at_k[:, None].to(slope.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise NotImplementedError("policy losses have first derivatives only")
 
 
 def log_prob(

@@ -19,7 +19,7 @@ from pdverify.definitions import losses
 from tests.backends.test_torch_eager import UNITS, behavior, check_values, inputs
 from tests.definitions.helpers import one_token, padded_batch
 
-NAMES = ("torch_chunked",)
+NAMES = ("torch_chunked", "torch_compiled", "native")
 HOLES = ("none", "both", "training", "behavior", "sampled")
 SIZES = (1, 2, 3, 17, 1000, 1023, 1024, 1025, 2049, 5000)
 
@@ -97,10 +97,18 @@ def test_logits_of_any_dtype_are_read_exactly(module, dtype):
         assert_close(engine.full(z, y, k, compute), exact, scales, unit * factor)
 
 
-def test_strided_rows_and_no_rows(module):
+def test_strided_rows_one_row_and_no_rows(module):
     engine = module._backend.engine
     z, y, k = logits(1500, "none", 0.0)
     whole = engine.full(z, y, k, torch.float32)
+    one = engine.full(z[3:4], y[3:4], k[3:4], torch.float32)
+    tails = [
+        engine.tail(x, i[:, None], i[:, None] >= 0, torch.float32)
+        for x, i in ((z, k), (z[3:4], k[3:4]))
+    ]
+    for many, single in ((whole, one), tails):
+        for name, want in vars(many).items():
+            assert torch.allclose(getattr(single, name), want[3:4], rtol=1e-5, atol=1e-5), name
     apart = [torch.stack([x, x], 1)[:, 0] for x in (z, y)]
     across = [x.mT.contiguous().mT for x in (z, y)]
     for other in (apart, across):
