@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"(?<![\w.:/])/(?:home|root|work|Users)\b|\bshared[/]|[.]library\b")
 """Absolute paths of somebody's machine, and folders that are not in the repository."""
 
+BINARY = {".safetensors", ".png"}
+"""Suffixes of files that are not text."""
+
 
 def _sources() -> list[Path]:
     listed = subprocess.run(
@@ -25,7 +28,7 @@ def _sources() -> list[Path]:
     if listed.returncode:
         pytest.skip("not a git checkout: the project's own files cannot be listed")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
-    return [path for path in paths if path.is_file() and path.suffix != ".safetensors"]
+    return [path for path in paths if path.is_file() and path.suffix not in BINARY]
 
 
 def test_imports_go_down_only() -> None:

@@ -24,11 +24,11 @@ from pdverify.backends.losses import aggregate as aggregate
 from pdverify.backends.masks import TorchBackend
 from pdverify.backends.moments import FullMoments, TailMoments, times
 
-SPAN = 2**16
+SPAN = 2**15
 """Columns of a dot product in the working precision; the spans are added in float64."""
 
 TILE = 1024
-"""Rows of a buffer are whole tiles; a row's largest logit is looked for in one of them."""
+"""Rows of a buffer are whole tiles, summed one by one; a largest logit is looked for in one."""
 
 NOWHERE = -1e30
 """Logit of a token to be left out: its probability is 0, and differences with it are finite."""
@@ -68,14 +68,16 @@ class Buffer:
         """Dot products of pairs of vectors, float64 `[len(pairs), rows]`."""
         if rows > 1:
             x = self.vectors[:, :rows]
-            return torch.stack([(x[i] * x[j]).sum(-1) for i, j in pairs]).double()
+            tiles = ((x[i] * x[j]).view(rows, -1, TILE).sum(-1) for i, j in pairs)
+            return torch.stack([x.sum(-1, dtype=torch.float64) for x in tiles])
         spans = [zip(self.spans[i], self.spans[j], strict=True) for i, j in pairs]
         found = torch.stack([torch.dot(x, y) for pair in spans for x, y in pair])
         return found.view(len(pairs), -1).double().sum(-1, keepdim=True)
 
     def totals(self, rows: int, *vectors: int) -> Tensor:
         """Sums of vectors, float64 `[len(vectors), rows]`."""
-        return torch.stack([self.vectors[i, :rows].sum(-1) for i in vectors]).double()
+        tiles = (self.vectors[i, :rows].view(rows, -1, TILE).sum(-1) for i in vectors)
+        return torch.stack([x.sum(-1, dtype=torch.float64) for x in tiles])
 
 
 def _largest(z: Tensor) -> tuple[Tensor, Tensor]:

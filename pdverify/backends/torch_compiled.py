@@ -33,7 +33,10 @@ from pdverify.backends.moments import (
 )
 
 CPU_ROWS = 8
-"""Rows that one call of a kernel reads: enough to occupy every core, few enough for the cache."""
+"""Rows of which a kernel needs a copy, or writes one."""
+
+READ_ROWS = 32
+"""Rows that a kernel reads where they lie, tile by tile."""
 
 TILE = 1024
 """Columns that are summed in the working precision; the tiles are joined in float64."""
@@ -148,11 +151,11 @@ def _gradient(z: Tensor, norm: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 class TorchCompiled(Engine):
     """One compiled kernel for each sum."""
 
-    def blocks(self, logits: Tensor) -> Iterator[slice]:
+    def blocks(self, logits: Tensor, rows: int = CPU_ROWS) -> Iterator[slice]:
         """Blocks of rows, none of a single row: a kernel would be compiled anew for it."""
         count, size = logits.shape
         if logits.device.type == "cpu":
-            step = self.block // size if self.block else CPU_ROWS
+            step = self.block // size if self.block else rows
         else:
             step = next(super().blocks(logits)).stop
         step = max(step, 2)
@@ -161,11 +164,6 @@ class TorchCompiled(Engine):
             stop = count if count - start <= step + 1 else start + step
             yield slice(start, stop)
             start = stop
-
-    def over_blocks(
-        self, logits: Tensor, function: Callable[[slice], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        return tuple(x[: len(logits)] for x in super().over_blocks(logits, function))
 
     def tail(self, logits: Any, ids: Tensor, excluded: Tensor, compute: torch.dtype) -> TailMoments:
         size = logits.shape[-1]
@@ -207,7 +205,8 @@ class TorchCompiled(Engine):
             whole = joined_full(FullMoments(*found))
             return tuple(vars(merge_full(whole, rest)).values())
 
-        return FullMoments(*self.over_blocks(logits, sums))
+        parts = [sums(rows) for rows in self.blocks(logits, READ_ROWS)]
+        return FullMoments(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _apart(
         self, z: Tensor, y: Tensor, k: Tensor, tiles: Tensor, compute: torch.dtype
@@ -239,12 +238,13 @@ class TorchCompiled(Engine):
         name: str,
         compute: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not len(logits):
+            return super().cell_sums(logits, behavior, tokens, norm, behavior_norm, name, compute)
+
         def sums(rows: slice) -> tuple[Tensor, ...]:
             z, y = logits[rows].to(compute), behavior[rows].to(compute)
-            found: tuple[Tensor, ...] = _cells(name)(
-                z, y, tokens[rows], norm[rows], behavior_norm[rows]
-            )
-            return found
+            found = _cells(name)(z, y, tokens[rows], norm[rows], behavior_norm[rows])
+            return tuple(x[: len(z)] for x in found)
 
         cells, moments, weighted = self.over_blocks(logits, sums)
         return cells, moments, weighted

@@ -117,6 +117,10 @@ def test_strided_rows_one_row_and_no_rows(module):
             assert torch.allclose(getattr(found, name), want, rtol=1e-5, atol=1e-5), name
     none = engine.full(z[:0], y[:0], k[:0], torch.float32)
     assert all(x.shape == (0,) for x in vars(none).values())
+    norm = torch.zeros(len(k), 2, dtype=torch.float64)
+    for count in (0, 1):
+        rows = z[:count], y[:count], k[:count], norm[:count], norm[:count]
+        assert [x.shape for x in engine.cell_sums(*rows, "tv", torch.float32)] == [(count,)] * 3
 
 
 @pytest.mark.parametrize("partition", ["full", "topk"])
