@@ -12,6 +12,7 @@ from derivations import (  # noqa: F401  (importing a module registers its state
     coefficients,
     limits,
     motion,
+    noise,
     rounding,
     second_order,
     stable,

@@ -17,6 +17,7 @@ GROUPS = {
     "stable": "Stable forms",
     "limits": "Limits",
     "rounding": "Rounding budgets",
+    "noise": "Input noise",
 }
 
 INTRODUCTION = """\

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pdverify.formats import FORMATS
+from pdverify.formats import FORMATS, POLICY_FORMATS
 
 FloatArray: TypeAlias = NDArray[np.floating[Any]]
 IntArray: TypeAlias = NDArray[np.int64]
@@ -221,8 +221,9 @@ def _check_shapes(batch: Batch) -> None:
     if batch.vocab_size < 2:
         raise InputError("vocab_size", None, batch.vocab_size, "a vocabulary has at least 2 tokens")
     for name in ("dtype", "logprob_dtype"):
-        if getattr(batch, name) not in FORMATS:
-            raise InputError(name, None, getattr(batch, name), f"known: {', '.join(FORMATS)}")
+        if getattr(batch, name) not in POLICY_FORMATS:
+            known = ", ".join(POLICY_FORMATS)
+            raise InputError(name, None, getattr(batch, name), f"known: {known}")
     lead = batch.tokens.shape
     k = None if batch.topk_ids is None else batch.topk_ids.shape[-1]
     expected: dict[str, tuple[tuple[int | None, ...], str]] = {

@@ -326,7 +326,7 @@ def test_list_shows_every_registry(capsys: Capture) -> None:
     from pdverify.conformance.checks import CHECKS, in_order
     from pdverify.definitions.divergences import DIVERGENCES
     from pdverify.definitions.masks import MASKS, TAILS
-    from pdverify.formats import FORMATS
+    from pdverify.formats import FORMATS, SCALED
     from pdverify.tools.mismatches import MISMATCHES
 
     assert cli.main(["list"]) == 0
@@ -336,7 +336,7 @@ def test_list_shows_every_registry(capsys: Capture) -> None:
         "divergence": DIVERGENCES,
         "tail": TAILS,
         "backend": BACKENDS,
-        "format": FORMATS,
+        "format": (*FORMATS, *SCALED),
         "family": FAMILIES,
         "mismatch": MISMATCHES,
     }

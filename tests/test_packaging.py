@@ -18,7 +18,7 @@ from pdverify.backends import BACKENDS
 from pdverify.cases import BAD_INPUTS, EDGE_CASES, FAMILIES
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.definitions.masks import MASKS, TAILS
-from pdverify.formats import FORMATS
+from pdverify.formats import FORMATS, SCALED
 from pdverify.report.explain import explain_all
 from pdverify.tools.mismatches import MISMATCHES
 
@@ -31,7 +31,7 @@ NAMES: dict[str, Iterable[str]] = {
     "tail": TAILS,
     "divergence": DIVERGENCES,
     "backend": BACKENDS,
-    "number format": FORMATS,
+    "number format": (*FORMATS, *SCALED),
     "input family": FAMILIES,
     "edge case": EDGE_CASES,
     "bad input": BAD_INPUTS,

@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pdverify.backends.masks import TorchBackend
 from pdverify.backends.moments import FullMoments, TailMoments
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=fast -w"
+FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=fast -pthread -w"
 KERNELS = ("tail", "full", "tv")
 FEW = 2**16  # logits that are not worth a second thread
 
@@ -85,29 +84,23 @@ class NativeEngine(Engine):
         z, run, wide = given["z"].detach(), load().run, compute == torch.float64
         none = z.new_empty(len(z), 0, dtype=compute)
         y, ids, norms = (given.get(name, none).detach() for name in ("y", "ids", "norms"))
-        out = torch.empty(len(z), fields, dtype=torch.float64)
+        out = torch.zeros(len(z), fields, dtype=torch.float64)
         if any(x.device.type != "cpu" for x in (z, y, ids, norms)):
             raise ValueError(f"logits are on {z.device}: the native backend reads CPU tensors")
 
-        def direct(x: Tensor) -> bool:
-            return x.dtype in (compute, torch.bfloat16) and x.stride(-1) == 1
-
-        def work(part: slice) -> None:
-            held = [x[part] if direct(x) else x[part].to(compute).contiguous() for x in (z, y)]
-            matrices = [*held, *(x[part].contiguous() for x in (ids, norms, out))]
-            task = [n for x in matrices for n in (x.data_ptr(), x.stride(0), x.itemsize == 2)]
-            task += len(held[0]), z.shape[1], ids.shape[1], KERNELS.index(kernel)
-            run((ctypes.c_int64 * len(task))(*task), wide)
-
+        direct = all(x.dtype in (compute, torch.bfloat16) and x.stride(-1) == 1 for x in (z, y))
         threads = torch.get_num_threads() if z.numel() > FEW else 1
-        step = len(z) // (4 * threads) if direct(z) and direct(y) else CPU_BLOCK // z.shape[1]
-        parts = [slice(i, i + max(step, 1)) for i in range(0, len(z), max(step, 1))]
-        with ThreadPoolExecutor(threads) as pool:
-            list((pool.map if threads > 1 else map)(work, parts))
+        step = max(1, len(z) if direct else 4 * threads * CPU_BLOCK // z.shape[1])
+        given_rows = (torch.split(x, step) for x in (z, y, ids, norms, out))
+        for part in zip(*given_rows, strict=True):
+            held = part if direct else [*(x.to(compute).contiguous() for x in part[:2]), *part[2:]]
+            task = [n for x in held for n in (x.data_ptr(), x.stride(0), x.itemsize == 2)]
+            task += len(part[0]), z.shape[1], ids.shape[1], KERNELS.index(kernel)
+            run((ctypes.c_int64 * len(task))(*task), wide, threads)
         return out.T
 
     def tail(self, logits: Any, ids: Tensor, excluded: Tensor, compute: torch.dtype) -> TailMoments:
-        ids = ids.masked_fill(~excluded, logits.shape[-1]).sort(-1).values
+        ids = ids.masked_fill(~excluded, logits.shape[-1]).sort(-1).values.contiguous()
         return TailMoments(*self._run("tail", compute, 4, z=logits, ids=ids))
 
     def full(self, logits: Any, behavior: Any, tokens: Tensor, compute: torch.dtype) -> FullMoments:

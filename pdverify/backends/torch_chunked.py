@@ -24,7 +24,7 @@ from pdverify.backends.losses import aggregate as aggregate
 from pdverify.backends.masks import TorchBackend
 from pdverify.backends.moments import FullMoments, TailMoments, times
 
-SPAN = 2**15
+SPAN = 2**13
 """Columns of a dot product in the working precision; the spans are added in float64."""
 
 TILE = 1024

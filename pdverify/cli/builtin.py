@@ -97,9 +97,9 @@ def _require_names(args: argparse.Namespace) -> None:
     """
     from pdverify.batch import check_threshold
     from pdverify.definitions.masks import MASKS, TAILS
-    from pdverify.formats import FORMATS
+    from pdverify.formats import policy_format
 
-    _ = FORMATS[args.precision]
+    policy_format(args.precision)
     if args.mask is not None:
         _ = MASKS[args.mask]
     if args.tail is not None and args.tail not in TAILS:

@@ -26,7 +26,7 @@ def _run(args: argparse.Namespace) -> int:
     from pdverify.conformance.checks import CHECKS, in_order
     from pdverify.definitions.divergences import DIVERGENCES
     from pdverify.definitions.masks import MASKS, TAILS
-    from pdverify.formats import FORMATS
+    from pdverify.formats import FORMATS, SCALED
     from pdverify.tools.mismatches import MISMATCHES
 
     lines = [
@@ -38,6 +38,7 @@ def _run(args: argparse.Namespace) -> int:
             ("format", name, f"{x.significand_bits} significand bits")
             for name, x in FORMATS.items()
         ),
+        *(("format", name, x.summary) for name, x in SCALED.items()),
         *(("family", name, family.description) for name, family in FAMILIES.items()),
         *(("mismatch", name, mismatch.summary) for name, mismatch in MISMATCHES.items()),
         *(("check", name, CHECKS[name].summary) for name in in_order()),

@@ -9,7 +9,7 @@ from typing import get_args
 from pdverify.batch import InputError, check_threshold
 from pdverify.definitions.losses import AGGREGATIONS
 from pdverify.definitions.masks import MASKS, TAILS, Mask
-from pdverify.formats import FORMATS
+from pdverify.formats import policy_format
 from pdverify.rules import Partition, Rule, Support, Tail
 
 RATIO_CAP = 20.0
@@ -72,7 +72,7 @@ class Options:
 
     def __post_init__(self) -> None:
         definition = MASKS[self.mask]
-        _ = FORMATS[self.precision]
+        policy_format(self.precision)
         choices = {
             "view": ("topk", "full"),
             "tail": (None, *TAILS),

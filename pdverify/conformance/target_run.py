@@ -36,7 +36,7 @@ from pdverify.conformance.targets import (
 )
 from pdverify.conformance.truth import Progress
 from pdverify.conformance.versions import versions
-from pdverify.formats import FORMATS
+from pdverify.formats import FORMATS, POLICY_FORMATS
 
 SHRINK_SECONDS = 2.0
 """Time for one counterexample."""
@@ -383,7 +383,7 @@ class TargetSession:
         They lie within the budget of the coarsest format with a factor of 8 to spare; wrong
         decisions are close to the border, and wrong values are off by a rounding of themselves.
         """
-        unit = max(form.unit_roundoff for _, form in FORMATS.items())
+        unit = max(FORMATS[name].unit_roundoff for name in POLICY_FORMATS)
         if unit <= self.unit:
             return False
 

@@ -16,7 +16,7 @@ from pdverify.tools.bench.records import Gate, Memory, ScalingRecord
 from pdverify.tools.bench.timing import Call, exponent, interleaved
 from pdverify.tools.bench.workloads import BY_ROWS, VOCAB, WORKLOADS
 
-TOKENS = (16, 32, 64, 128, 256)
+TOKENS = (64, 128, 256, 512)
 VOCABS = (8192, 16_384, 32_768, 65_536, VOCAB)
 
 
@@ -34,9 +34,9 @@ class Axis:
 
 AXES = (
     Axis("full-kl", "tokens", "T", TOKENS, {"vocab": VOCAB}),
-    Axis("full-kl", "vocab", "V", VOCABS, {"tokens": 128}, memory=True),
+    Axis("full-kl", "vocab", "V", VOCABS, {"tokens": 256}, memory=True),
     Axis("topk-kl", "tokens", "T", TOKENS, {"vocab": VOCAB}),
-    Axis("topk-kl", "vocab", "V", VOCABS, {"tokens": 128}, memory=True),
+    Axis("topk-kl", "vocab", "V", VOCABS, {"tokens": 256}, memory=True),
     Axis("topk-kl", "top_k", "K", (1, 5, 20, 80, 320), {"tokens": 128, "vocab": VOCAB}),
     Axis("linear-head", "tokens", "T", (256, 512, 1024, 2048), {"vocab": 32_768, "hidden": 512}),
     Axis(

@@ -79,11 +79,11 @@ def _add(name: str, *about: object) -> None:
 
 for _name, _divergence in DIVERGENCES.items():
     _summary = f"D, C and mask from both policies' logits: {_divergence.title}"
-    _add(f"full-{_name}", _summary, "mask", _name, "full", Size(256), 128)
+    _add(f"full-{_name}", _summary, "mask", _name, "full", Size(512), 128)
 _add(
     "topk-kl",
     "D, C and mask from logits and a top-K list, exact tail",
-    *("mask", "kl", "topk", Size(256), 128),
+    *("mask", "kl", "topk", Size(512), 128),
 )
 _add(
     "loss",
