@@ -327,6 +327,7 @@ def test_list_shows_every_registry(capsys: Capture) -> None:
     from pdverify.definitions.divergences import DIVERGENCES
     from pdverify.definitions.masks import MASKS, TAILS
     from pdverify.formats import FORMATS, SCALED
+    from pdverify.precision.stages import STAGES
     from pdverify.tools.mismatches import MISMATCHES
 
     assert cli.main(["list"]) == 0
@@ -337,6 +338,7 @@ def test_list_shows_every_registry(capsys: Capture) -> None:
         "tail": TAILS,
         "backend": BACKENDS,
         "format": (*FORMATS, *SCALED),
+        "stage": STAGES,
         "family": FAMILIES,
         "mismatch": MISMATCHES,
     }

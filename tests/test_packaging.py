@@ -19,6 +19,7 @@ from pdverify.cases import BAD_INPUTS, EDGE_CASES, FAMILIES
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.definitions.masks import MASKS, TAILS
 from pdverify.formats import FORMATS, SCALED
+from pdverify.precision.stages import STAGES
 from pdverify.report.explain import explain_all
 from pdverify.tools.mismatches import MISMATCHES
 
@@ -36,6 +37,7 @@ NAMES: dict[str, Iterable[str]] = {
     "edge case": EDGE_CASES,
     "bad input": BAD_INPUTS,
     "mismatch": MISMATCHES,
+    "precision stage": STAGES,
 }
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import pdverify
-from pdverify.cli import bench, check, compare, explain, names, record, vectors
+from pdverify.cli import bench, check, compare, explain, names, precision, record, vectors
 from pdverify.cli.common import CANNOT_JUDGE, INTERRUPTED, Parser, UsageError
 
 
@@ -80,6 +80,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"pdverify {pdverify.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (check, explain, compare, bench, record, vectors, names):
+    for command in (check, explain, compare, precision, bench, record, vectors, names):
         command.add_to(commands)
     return parser

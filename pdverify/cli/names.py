@@ -12,7 +12,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the program."""
     names = commands.add_parser(
         "list",
-        help="show every mask, divergence, tail, backend, format, family, mismatch, check,"
+        help="show every mask, divergence, tail, backend, format, stage, family, mismatch, check,"
         " convention and likely cause",
         allow_abbrev=False,
     )
@@ -27,6 +27,7 @@ def _run(args: argparse.Namespace) -> int:
     from pdverify.definitions.divergences import DIVERGENCES
     from pdverify.definitions.masks import MASKS, TAILS
     from pdverify.formats import FORMATS, SCALED
+    from pdverify.precision.stages import STAGES
     from pdverify.tools.mismatches import MISMATCHES
 
     lines = [
@@ -39,6 +40,7 @@ def _run(args: argparse.Namespace) -> int:
             for name, x in FORMATS.items()
         ),
         *(("format", name, x.summary) for name, x in SCALED.items()),
+        *(("stage", name, stage.summary) for name, stage in STAGES.items()),
         *(("family", name, family.description) for name, family in FAMILIES.items()),
         *(("mismatch", name, mismatch.summary) for name, mismatch in MISMATCHES.items()),
         *(("check", name, CHECKS[name].summary) for name in in_order()),

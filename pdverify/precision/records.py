@@ -1,8 +1,8 @@
 """What a precision study produces: plain records.
 
 C is the direction coefficient, its sign the direction; a decision is a token's keep or drop.
-Errors and bounds are in the unit of C.  A figure that could not be measured is None; samples may
-hold infinities and NaN, where a computation overflowed.
+Errors and bounds are in the unit of C.  A figure that could not be measured is None; none is NaN or
+infinite.
 """
 
 from __future__ import annotations
@@ -10,38 +10,49 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+MARGINS = tuple(2.0 ** (i / 2) for i in range(-20, 1))
+"""Lower ends of the bins of `Row.by_margin`; the first bin takes all that is below it."""
+
+SCHEMA_VERSION = 1
+
 
 @dataclass(frozen=True)
 class Options:
-    """What to study; the empty tuple means all that fit.
+    """What to study; the empty tuple means what the level says.
 
     Attributes:
+        inputs: ``real`` (fresh tokens of the language model), ``recording`` (the one that ships),
+            input families, or paths of recordings.
         formats: names of number formats and of scaled forms.
         stages: names of stages; ``a+b`` for stages together.
         divergences: names of divergences.
-        inputs: ``real``, names of input families, or paths of recordings.
         level: ``quick`` or ``full``.
         seed: of everything random.
+        tokens, vocab_size: of every synthetic input; None: what the level says.
     """
 
+    inputs: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     divergences: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
     level: str = "quick"
     seed: int = 0
+    tokens: int | None = None
+    vocab_size: int | None = None
 
     @property
     def command(self) -> str:
         """The command line that asks for this."""
         words = ["pdverify", "precision", "--level", self.level, "--seed", str(self.seed)]
         for flag, names in (
+            ("--input", self.inputs),
             ("--format", self.formats),
             ("--stage", self.stages),
             ("--divergence", self.divergences),
-            ("--input", self.inputs),
         ):
             words += [flag, *names] if names else []
+        for flag, size in (("--tokens", self.tokens), ("--vocab", self.vocab_size)):
+            words += [flag, str(size)] if size is not None else []
         return shlex.join(words)
 
 
@@ -75,9 +86,9 @@ class Row:
             differs from the exact tail's.
         tightness: bound over observed error of C: median, and 95th percentile.
         noise_share: median share of the bound that stored values cause; arithmetic the rest.
-        margins: `|C|` over its scale, of sampled tokens.
-        errors, bounds, flipped: of the same tokens: observed error of C, its bound, and whether
-            the sign flipped.
+        by_margin: `(flips of the sign, tokens)` by `|C|` over the sum of its terms' magnitudes,
+            in the bins of `MARGINS`.
+        errors, bounds: observed error of C and its bound, of a few tokens.
     """
 
     input: str
@@ -102,32 +113,38 @@ class Row:
     disagreement: Rate | None
     tightness: tuple[float, float] | None
     noise_share: float | None
-    margins: tuple[float, ...]
+    by_margin: tuple[tuple[int, int], ...]
     errors: tuple[float, ...]
     bounds: tuple[float, ...]
-    flipped: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class FormRow:
-    """One form of C on one kind of rows, in the same arithmetic as the others.
+    """One form of C on one kind of rows, its inputs taken as exact.
 
     Attributes:
-        divergence, form, partition, input, peakedness, vocab_size, tokens: what was computed.
-        bits_of_c: median of the correct bits of C.
+        divergence, form, inputs: what was computed, in fp32 from logits of that format.
+        arithmetic: format of every operation but sums, which are fp32.
+        peakedness: name of the kind of rows; `peak` is the median mass of their likeliest token.
+        vocab_size, tokens: sizes.
+        bits: median of the correct bits of C (0 to 53), with the 95 % interval of that median.
         worst_bits: their 5th percentile.
         wrong_signs, wrong_decisions: signs of C, and decisions, that differ from the exact ones.
-        seconds_ratio: time over that of the plain form; None where it was not taken.
+        seconds_ratio: time over that of the plain form, both in fp32 NumPy; None where it was not
+            taken.
     """
 
     divergence: str
     form: str
-    partition: str
-    input: str
+    inputs: str
+    arithmetic: str
     peakedness: str
+    peak: float
     vocab_size: int
     tokens: int
-    bits_of_c: float
+    bits: float
+    bits_low: float
+    bits_high: float
     worst_bits: float
     wrong_signs: Rate
     wrong_decisions: Rate
@@ -135,12 +152,58 @@ class FormRow:
 
 
 @dataclass(frozen=True)
+class DropRate:
+    """Share of tokens that a mask drops."""
+
+    mask: str
+    rate: Rate
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """A rollout in low precision against an fp32 trainer, on real prefixes, `k ~ mu`.
+
+    Attributes:
+        training: which fp32 model trains.
+        recipe: how the rollout ran.
+        tokens, vocab_size, top_k: sizes.
+        median, high: of the forward KL (nats): median with its 95 % interval, 95th percentile.
+        outside: share of tokens with a larger divergence than `delta`.
+        delta: threshold of the trust region (nats).
+        drops: drop rate of every mask, its tail joined to its name by a colon.
+        disagreements: share of tokens on which the direction of a tail estimator of the top-K
+            view (or the ratio's) is not that of the full divergence.
+    """
+
+    training: str
+    recipe: str
+    tokens: int
+    vocab_size: int
+    top_k: int
+    median: float
+    median_low: float
+    median_high: float
+    high: float
+    outside: Rate
+    delta: float
+    drops: tuple[DropRate, ...]
+    disagreements: tuple[DropRate, ...]
+
+
+@dataclass(frozen=True)
 class Report:
-    """One run of the study; `wrong` of its `decisions` flipped outside their certificate."""
+    """One run of the study; `wrong` of its `decisions` flipped outside their certificate.
+
+    `close` of the decisions had a threshold or a sign within twice its bound; `by_vocab` counts
+    decisions by vocabulary size; `notes` says what was left out, and why.
+    """
 
     rows: tuple[Row, ...]
     forms: tuple[FormRow, ...]
+    rollouts: tuple[RolloutRow, ...]
     decisions: int
+    close: int
+    by_vocab: dict[str, int]
     wrong: int
     seed: int
     level: str
@@ -148,3 +211,5 @@ class Report:
     versions: dict[str, str]
     device: str
     seconds: float
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION

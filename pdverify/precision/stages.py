@@ -48,10 +48,8 @@ class Source:
         tokens: `[T]` int64, sampled ids.
         advantages: `[T]` float64, none of them 0.
         top_k: K of the top-K view, < V.
-        rollouts: behavior logits `[T, V]` by format, of a rollout that ran in it (the whole model,
-            or its last product), on the same prefixes.
-        rollout_radii: radii that hold `behavior_logits` around `rollouts`, where they are known
-            without having seen `behavior_logits`.
+        rollouts: behavior logits `[T, V]` by stage and format, of a rollout that ran in it (the
+            whole model, or its last product), on the same prefixes.
     """
 
     name: str
@@ -60,8 +58,7 @@ class Source:
     tokens: Int64
     advantages: Float64
     top_k: int = 20
-    rollouts: Mapping[str, Float64] = field(default_factory=dict)
-    rollout_radii: Mapping[str, Float64] = field(default_factory=dict)
+    rollouts: Mapping[tuple[str, str], Float64] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,8 +76,7 @@ class Source:
                 name: getattr(self, name)[rows]
                 for name in ("logits", "behavior_logits", "tokens", "advantages")
             },
-            rollouts={name: x[rows] for name, x in self.rollouts.items()},
-            rollout_radii={name: x[rows] for name, x in self.rollout_radii.items()},
+            rollouts={key: x[rows] for key, x in self.rollouts.items()},
         )
 
 
@@ -113,7 +109,7 @@ class Setting:
         logits: both policies' logits are stored in it.
         logprobs: the behavior log-probs of a top-K view are stored in it.
         selection: the top-K list is chosen among behavior logits of it, ties by the lowest id.
-        rollout: the behavior policy's model ran in it (see `Source.rollouts`).
+        rollout: stage and format that the behavior policy's model ran in (`Source.rollouts`).
         temperature: logits are divided by it ...
         divided_in: ... in this format.
         arithmetic: of the mask.
@@ -122,7 +118,7 @@ class Setting:
     logits: str | None = None
     logprobs: str | None = None
     selection: str | None = None
-    rollout: str | None = None
+    rollout: tuple[str, str] | None = None
     temperature: float = 1.0
     divided_in: str | None = None
     arithmetic: Arithmetic = EXACT
@@ -137,12 +133,14 @@ class Stage:
         enter: the setting with a format in this place.
         formats: names that make sense here.
         partitions: the views that it changes.
+        model: it needs behavior logits of a model that ran in the format (`Source.rollouts`).
     """
 
     summary: str
     enter: Callable[[Setting, str], Setting]
     formats: tuple[str, ...]
     partitions: tuple[Part, ...] = ("full", "topk")
+    model: bool = False
 
 
 STAGES: Registry[Stage] = Registry("stage")
@@ -156,6 +154,8 @@ COMPUTED = ("fp32", "tf32", "bf16", "fp16")
 
 SUMMED = ("fp32", "bf16", "fp16")
 """Formats of accumulators."""
+
+_OPERANDS = ("bf16", *SCALED)
 
 
 def _summed(order: Any) -> Callable[[Setting, str], Setting]:
@@ -233,14 +233,19 @@ STAGES.add(
         ("topk",),
     ),
 )
-STAGES.add(
-    "rollout",
-    Stage(
-        "the rollout's model (or its last product) ran in the format",
-        lambda setting, name: replace(setting, rollout=name),
-        ("bf16", *SCALED),
-    ),
-)
+
+
+def _add_model(name: str, summary: str, formats: tuple[str, ...]) -> None:
+    def enter(setting: Setting, number_format: str) -> Setting:
+        return replace(setting, rollout=(name, number_format))
+
+    STAGES.add(name, Stage(summary, enter, formats, model=True))
+
+
+_add_model("lm-head", "the rollout's last product: operands in the format, sums in fp32", _OPERANDS)
+_add_model("lm-head-sums", "the same, sums in bf16 too, one term after the other", ("bf16",))
+_add_model("rollout-weights", "weights of the rollout's layers in the format", tuple(SCALED))
+_add_model("rollout", "weights and activations of the rollout's layers in the format", _OPERANDS)
 
 
 def together(names: str, number_format: str) -> Setting:
@@ -248,8 +253,12 @@ def together(names: str, number_format: str) -> Setting:
 
     Raises:
         UnknownName: a name is in no registry.
+        InputError: two stages in which the rollout's model runs.
     """
     setting = Setting()
+    models = [name for name in names.split("+") if STAGES[name].model]
+    if len(models) > 1:
+        raise InputError("stage", None, names, f"a rollout runs once: {' or '.join(models)}")
     for name in names.split("+"):
         setting = STAGES[name].enter(setting, number_format)
     return setting
@@ -328,15 +337,16 @@ def _rolled_out(source: Source, setting: Setting) -> tuple[Float64, Float64 | No
     if setting.rollout is None:
         return _stored(source.behavior_logits, setting)
     if setting.rollout not in source.rollouts:
-        known = ", ".join(source.rollouts) or "none"
-        raise InputError("stage rollout", None, setting.rollout, f"{source.name} has: {known}")
+        known = ", ".join(" ".join(key) for key in source.rollouts) or "none"
+        place, number_format = setting.rollout
+        raise InputError(
+            f"stage {place}", None, number_format, f"{source.name} has rollouts: {known}"
+        )
     found = source.rollouts[setting.rollout]
     logits, radius = _stored(found, setting)
-    away = source.rollout_radii.get(setting.rollout)
-    if away is None:
-        with np.errstate(invalid="ignore"):
-            away = np.abs(found - source.behavior_logits) * (1 + 4 * UNIT)
-        away = np.where(np.isneginf(found) & np.isneginf(source.behavior_logits), 0.0, away)
+    with np.errstate(invalid="ignore"):
+        away = np.abs(found - source.behavior_logits) * (1 + 4 * UNIT)
+    away = np.where(np.isneginf(found) & np.isneginf(source.behavior_logits), 0.0, away)
     away = away / setting.temperature * (1 + 4 * UNIT)
     return logits, away if radius is None else radius + away
 

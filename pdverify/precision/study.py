@@ -10,8 +10,7 @@ answers count as decisions, and as wrong ones where they are, but not in the rat
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,23 +20,18 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
 from pdverify.batch import Batch, InputError, Rows
 from pdverify.cases import FAMILIES, build
 from pdverify.cases.recordings import default_recording, load_recording
-from pdverify.conformance.bits import CONFIDENCE, wilson
 from pdverify.conformance.truth import Progress
-from pdverify.conformance.versions import versions
-from pdverify.definitions.cells import build as cells_of
-from pdverify.definitions.cells import tail_mean
 from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.formats import storage
 from pdverify.oracle import Enclosure, Judge
 from pdverify.precision.certify import Estimate, combine, decision, sign
 from pdverify.precision.evaluate import Evaluation
 from pdverify.precision.noise import reach, selection_reach
-from pdverify.precision.records import Rate, Report, Row
+from pdverify.precision.records import Options, Rate, Row
 from pdverify.precision.stages import (
     STAGES,
     Part,
@@ -49,6 +43,7 @@ from pdverify.precision.stages import (
     source_of,
     together,
 )
+from pdverify.precision.statistics import binned, bits_of, rate, scale_of
 from pdverify.rules import Tail
 
 Float64: TypeAlias = NDArray[np.float64]
@@ -67,42 +62,27 @@ ALL_DIVERGENCES = ("kl", "reverse-kl", "tv")
 FORM = "complement"
 """How C is computed: the stable form, as this project's backends do."""
 
-SIZES: dict[str, tuple[tuple[int, int], ...]] = {
-    "quick": ((1_000, 48),),
-    "full": ((256, 2_048), (1_000, 512), (32_768, 64), (151_936, 12)),
+SIZES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
+    "quick": {"peaked": ((1_000, 48),), "others": ((1_000, 48),)},
+    "full": {
+        "peaked": ((256, 10_240), (1_000, 512), (32_768, 128), (151_936, 16)),
+        "flat": ((256, 512), (32_768, 16)),
+        "zipf": ((256, 512), (32_768, 16)),
+        "others": ((256, 512),),
+    },
 }
-"""Vocabulary and tokens of every synthetic input, by level."""
+"""Vocabulary and tokens of every synthetic input, by level and family."""
 
-FAMILY_NAMES = {"quick": ("peaked",), "full": ("peaked", "flat", "zipf")}
+FAMILY_NAMES = ("peaked", "flat", "zipf")
 
-REAL_TOKENS = {"quick": 12, "full": 256}
+INPUTS = {"quick": ("recording", "peaked"), "full": ("real", *FAMILY_NAMES)}
+"""What is studied where the user does not say."""
 
-POINTS = 400
-"""Tokens of a cell that plots show."""
+POINTS = 12
+"""Tokens of a cell of forward KL whose errors are kept for plots."""
 
 CELL_MEMORY = 2**22
 """Numbers of a policy that are worked on at a time."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to study; empty: what the level says.
-
-    Attributes:
-        inputs: ``real`` (the recording that ships), families of the registry, recordings by path.
-        formats, stages, divergences: by name; stages may be joined by ``+``.
-        level: ``quick`` or ``full``.
-        seed: of inputs and thresholds.
-        command: what the user typed, for reports.
-    """
-
-    inputs: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
-    stages: tuple[str, ...] = ()
-    divergences: tuple[str, ...] = ()
-    level: str = "quick"
-    seed: int = 0
-    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +97,15 @@ class Task:
     def setting(self) -> Setting:
         """What the stage makes of exact policies."""
         return together(self.stage, self.number_format)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row, how many decisions were judged for it, and how many of them near their bounds."""
+
+    row: Row
+    decisions: int
+    close: int
 
 
 @dataclass
@@ -144,76 +133,59 @@ class Truth:
             return self._found[key]
 
 
-def run(options: Options, progress: Progress) -> Report:
-    """The study.
+def check(options: Options) -> None:
+    """Raise for names that no registry has.
 
     Raises:
-        InputError: an input that cannot be read or has one policy only.
-        UnknownName: a format, stage, divergence or family that is in no registry.
+        UnknownName: a format, stage, divergence or input family.
+        InputError: stages that do not go together.
     """
-    started = time.perf_counter()
-    _check(options)
-    rows: list[Row] = []
-    decisions = 0
-    for source in sources(options):
-        found = study(source, options, progress)
-        rows += [row for row, _ in found]
-        decisions += sum(count for _, count in found)
-    return Report(
-        rows=tuple(rows),
-        forms=(),
-        decisions=decisions,
-        wrong=sum(row.wrong for row in rows),
-        seed=options.seed,
-        level=options.level,
-        command=options.command,
-        versions=versions(),
-        device="cpu",
-        seconds=time.perf_counter() - started,
-    )
-
-
-def _check(options: Options) -> None:
     for name in options.formats:
         storage(name)
     for names in options.stages:
         for name in names.split("+"):
             _ = STAGES[name]
+        together(names, "bf16")
     for name in options.divergences:
         _ = DIVERGENCES[name]
 
 
-def sources(options: Options) -> Iterator[Source]:
-    """The inputs of a study, one after the other."""
-    names = options.inputs or ("real", *FAMILY_NAMES[options.level])
-    for name in names:
-        if name == "real" or Path(name).suffix == ".safetensors":
-            path = default_recording() if name == "real" else Path(name)
-            yield from _recorded(load_recording(path), name, REAL_TOKENS[options.level])
-            continue
-        _ = FAMILIES[name]
-        for size, tokens in SIZES[options.level]:
-            batch = build(
-                name,
-                options.seed,
-                sequences=max(1, tokens // 16),
-                length=min(tokens, 16),
-                vocab_size=size,
-                top_k=20,
-                dtype="fp32",
-            )
-            yield source_of(name, batch)
+def source_from(name: str, options: Options) -> Iterator[Source]:
+    """The sources of one input: a family at every size of the level, or a recording's batches.
+
+    Raises:
+        InputError: a recording that cannot be read, or without behavior logits.
+        UnknownName: no such family.
+    """
+    if name == "recording" or Path(name).suffix == ".safetensors":
+        path = default_recording() if name == "recording" else Path(name)
+        yield from _recorded(load_recording(path), name)
+        return
+    _ = FAMILIES[name]
+    for usual, tokens in SIZES[options.level].get(name, SIZES[options.level]["others"]):
+        size, count = options.vocab_size or usual, options.tokens or tokens
+        length = min(count, 16)
+        batch = build(
+            name,
+            options.seed,
+            sequences=-(-count // length),
+            length=length,
+            vocab_size=size,
+            top_k=min(20, size - 2),
+            dtype="fp32",
+        )
+        yield source_of(name, batch).take(slice(0, count))
+        if options.vocab_size is not None:
+            return
 
 
-def _recorded(batches: dict[str, Batch], name: str, tokens: int) -> Iterator[Source]:
-    """The batches of a recording that have both policies, `tokens` in all."""
+def _recorded(batches: dict[str, Batch], name: str) -> Iterator[Source]:
+    """The batches of a recording that have both policies."""
     full = {key: batch for key, batch in batches.items() if batch.behavior_logits is not None}
     if not full:
         raise InputError("--input", None, name, "no batch has behavior logits")
-    share = max(1, tokens // len(full))
     for key, batch in full.items():
-        source = source_of(f"{name} {key}", batch)
-        yield source.take(slice(0, share))
+        yield source_of(f"{name} {key}", batch)
 
 
 def tasks(source: Source, options: Options) -> list[Task]:
@@ -222,8 +194,8 @@ def tasks(source: Source, options: Options) -> list[Task]:
     for names in options.stages or tuple(STAGES):
         parts = [STAGES[name] for name in names.split("+")]
         formats = [f for f in parts[0].formats if all(f in stage.formats for stage in parts)]
-        if "rollout" in names.split("+"):
-            formats = [f for f in formats if f in source.rollouts]
+        places = [name for name in names.split("+") if STAGES[name].model]
+        formats = [f for f in formats if all((place, f) in source.rollouts for place in places)]
         found += [
             Task(source, name, names)
             for name in formats
@@ -232,8 +204,8 @@ def tasks(source: Source, options: Options) -> list[Task]:
     return found
 
 
-def study(source: Source, options: Options, progress: Progress) -> list[tuple[Row, int]]:
-    """Rows of one source, each with the number of decisions that were judged."""
+def study(source: Source, options: Options, progress: Progress) -> list[Found]:
+    """Rows of one source."""
     step = max(1, CELL_MEMORY // source.vocab_size)
     blocks = [source.take(slice(i, i + step)) for i in range(0, len(source), step)]
     divergences = options.divergences or (
@@ -246,7 +218,7 @@ def study(source: Source, options: Options, progress: Progress) -> list[tuple[Ro
     }
     done = 0
 
-    def work(task: Task) -> list[tuple[Row, int]]:
+    def work(task: Task) -> list[Found]:
         truth = truths[task.setting.temperature]
         prepared = [prepare(block, task.setting) for block in blocks]
         evaluations = [Evaluation(x.rows, task.setting.arithmetic) for x in prepared]
@@ -283,7 +255,7 @@ def _cell(
     divergence: str,
     view: View,
     seed: int,
-) -> tuple[Row, int]:
+) -> Found:
     source = task.source
     part, tail = view
     found = [
@@ -303,15 +275,16 @@ def _cell(
     usual, close = (decision(d, c, true_d, true_c, source.advantages, x) for x in (delta, own))
     beyond = d.beyond(true_d) | c.beyond(true_c)
     wrong = of_sign.wrong | usual.wrong | close.wrong | beyond
-    error, scale = c.error(true_c), _joined_scale(truths, divergence, view)
+    error, scale = c.error(true_c), _scale(truths, divergence, view)
     bits, low, high, at_least = bits_of(error, (true_c.high - true_c.low) / 2, scale)
     known = (true_c.high - true_c.low) / 2
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(error > known, c.bound / error, np.nan)
         share = c.noise / (c.noise + c.rounding)
         margin = np.abs(true_c.mid) / scale
-    shown = of_sign.judged & np.isfinite(margin) & np.isfinite(error) & np.isfinite(c.bound)
-    picked = np.flatnonzero(shown)[:: max(1, int(shown.sum()) // POINTS)][:POINTS]
+    shown = of_sign.judged & np.isfinite(error) & np.isfinite(c.bound) & (error > 0)
+    step = max(1, int(shown.sum()) // POINTS)
+    picked = np.flatnonzero(shown)[::step][: POINTS if divergence == "kl" else 0]
     usable = ratio[np.isfinite(ratio)]
     row = Row(
         input=source.name,
@@ -328,20 +301,21 @@ def _cell(
         bits_low=low,
         bits_high=high,
         at_least=at_least,
-        sign_flips=_rate(of_sign.flipped, of_sign.judged),
-        flips=_rate(usual.flipped, usual.judged),
-        undecidable=_rate(usual.judged & ~usual.determined, usual.judged),
-        sign_undecidable=_rate(of_sign.judged & ~of_sign.determined, of_sign.judged),
+        sign_flips=rate(of_sign.flipped, of_sign.judged),
+        flips=rate(usual.flipped, usual.judged),
+        undecidable=rate(usual.judged & ~usual.determined, usual.judged),
+        sign_undecidable=rate(of_sign.judged & ~of_sign.determined, of_sign.judged),
         wrong=int(wrong.sum()),
         disagreement=_disagreement(c, whole) if part == "topk" else None,
         tightness=_quantiles(usable),
         noise_share=float(np.nanmedian(share)) if np.isfinite(share).any() else None,
-        margins=tuple(margin[picked].tolist()),
+        by_margin=binned(of_sign.flipped, margin, of_sign.judged & np.isfinite(margin)),
         errors=tuple(error[picked].tolist()),
         bounds=tuple(c.bound[picked].tolist()),
-        flipped=tuple(of_sign.flipped[picked].tolist()),
     )
-    return row, int(usual.judged.sum() + close.judged.sum())
+    count = int(usual.judged.sum() + close.judged.sum())
+    near = int((usual.judged & usual.close).sum() + (close.judged & close.close).sum())
+    return Found(row, count, near)
 
 
 def estimates(
@@ -369,50 +343,8 @@ def _concatenated(parts: Sequence[Estimate]) -> Estimate:
     return Estimate(*(np.concatenate([getattr(x, name) for x in parts]) for name in vars(parts[0])))
 
 
-def _joined_scale(truths: Sequence[Truth], divergence: str, view: View) -> Float64:
-    return np.concatenate([scale_of(truth.rows, divergence, view) for truth in truths])
-
-
-def scale_of(rows: Rows, divergence: str, view: View) -> Float64:
-    """Sum of the magnitudes of the terms of C in its complement form, `[T]`."""
-    part, tail = view
-    cells = cells_of(rows, part)
-    moment: Callable[..., Float64] = DIVERGENCES[divergence].moment
-    ids = np.arange(rows.vocab_size)[None] if cells.ids is None else cells.ids
-    others = ids != rows.tokens[:, None]
-    pi = np.where(others, cells.pi, 0.0)
-    with np.errstate(all="ignore"):
-        h = np.where(others, moment(cells.mu, cells.pi), 0.0)
-        h_k, h_tail = moment(cells.mu_k, cells.pi_k), moment(cells.mu_tail, cells.pi_tail)
-    w = tail_mean(cells, tail) if part == "topk" else np.zeros(len(rows))
-    eps = pi.sum(-1) + cells.pi_tail
-    q = (pi * pi).sum(-1) + cells.pi_tail * w
-    base = cells.pi_k * eps - q
-    terms = np.abs(h * (pi + base[:, None])).sum(-1) + np.abs(h_k) * (eps * eps + q)
-    if part == "topk":
-        terms = terms + np.abs(h_tail * (w + base))
-    return np.asarray(terms)
-
-
-def bits_of(
-    error: Float64, known: Float64, scale: Float64
-) -> tuple[float | None, float | None, float | None, bool]:
-    """Median over tokens of `-log2(error / scale)`, its 95 % interval, whether it is a lower limit.
-
-    The interval is that of order statistics: it holds for any distribution of errors.  An error
-    below what is known of the truth counts as that; the result is then a lower limit.
-    """
-    usable = np.isfinite(error) & np.isfinite(scale) & (scale > 0)
-    if not usable.any():
-        return None, None, None, False
-    seen = np.maximum(error[usable], np.maximum(known[usable], scale[usable] * 2.0**-60))
-    bits = np.sort(-np.log2(seen / scale[usable]))
-    count = len(bits)
-    first = int(binom.ppf((1 - CONFIDENCE) / 2, count, 0.5))
-    last = min(count - 1, count - 1 - first)
-    middle = float(np.median(bits))
-    limited = float(np.mean(error[usable] <= known[usable])) >= 0.5
-    return middle, float(bits[max(first - 1, 0)]), float(bits[min(last + 1, count - 1)]), limited
+def _scale(truths: Sequence[Truth], divergence: str, view: View) -> Float64:
+    return np.concatenate([scale_of(truth.rows, divergence, *view) for truth in truths])
 
 
 def _median(x: Float64) -> float:
@@ -427,26 +359,7 @@ def _quantiles(ratio: Float64) -> tuple[float, float] | None:
     return float(middle), float(high)
 
 
-def _rate(hit: NDArray[np.bool_], of: NDArray[np.bool_]) -> Rate:
-    share = wilson(int(hit.sum()), int(of.sum()))
-    return Rate(share.successes, share.trials, share.low, share.high)
-
-
 def _disagreement(c: Estimate, whole: Enclosure) -> Rate:
     """How often the sign of a top-K estimate is not that of the full divergence's C."""
     right = np.where(whole.low > 0, 1.0, np.where(whole.high < 0, -1.0, 0.0))
-    return _rate((right != 0) & (np.sign(c.value) != right), right != 0)
-
-
-def total(rows: Sequence[Row]) -> Rate:
-    """Decision flips of rows together."""
-    count, of = sum(x.flips.count for x in rows), sum(x.flips.total for x in rows)
-    share = wilson(count, of)
-    return Rate(count, of, share.low, share.high)
-
-
-def correct_bits(value: Float64, truth: Enclosure) -> Float64:
-    """Correct bits of each C relative to itself, `[T]`, between 0 and 53."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = -np.log2(np.abs(value - truth.mid) / np.abs(truth.mid))
-    return np.clip(np.where(np.isnan(bits), 0.0, bits), 0.0, 53.0)
+    return rate((right != 0) & (np.sign(c.value) != right), right != 0)

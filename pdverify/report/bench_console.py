@@ -7,6 +7,7 @@ from typing import IO
 from rich.text import Text
 
 from pdverify.report import bench_tables as tables
+from pdverify.report.tables import write_tables
 from pdverify.report.writer import Writer, emit
 from pdverify.tools.bench.records import BenchReport
 
@@ -37,23 +38,10 @@ def _print(writer: Writer, report: BenchReport) -> None:
     about = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     writer.line(f"{about}; level {report.level}, seed {report.seed}, {report.seconds:.0f} s")
     writer.line(", ".join(f"{name} {value}" for name, value in report.machine.items()))
-    _section(writer, [tables.speed(x) for x in report.speed], SPEED_LEGEND)
-    _section(writer, tables.accuracy(report), ACCURACY_LEGEND)
+    write_tables(writer, [tables.speed(x) for x in report.speed], SPEED_LEGEND)
+    write_tables(writer, tables.accuracy(report), ACCURACY_LEGEND)
     others = tables.scaling(report.scaling), tables.streams(report.stream), tables.held(report)
-    _section(writer, [x for x in others if x.rows])
+    write_tables(writer, [x for x in others if x.rows])
     writer.line()
     style = "bold red" if report.wrong else "bold green"
     writer.console.print(Text(summary(report), style=style), soft_wrap=True)
-
-
-def _section(writer: Writer, shown: list[tables.Table], legend: str = "") -> None:
-    for table in shown:
-        writer.heading(table.title)
-        if table.rows:
-            columns = [(name.removesuffix(">"), name.endswith(">")) for name in table.columns]
-            writer.table(columns, table.rows, (tables.WRONG, tables.MISSED))
-        for note in table.notes:
-            writer.line(note, "dim")
-    if shown and legend:
-        writer.line()
-        writer.line(legend, "dim")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pdverify.cases.recordings import replace_file
-from pdverify.report import bench_tables as tables
-from pdverify.report.bench_json import write_bench
-from pdverify.report.json_report import check_writable
-from pdverify.tools.bench.records import (
-    AccuracyRecord,
-    BenchReport,
-    ScalingRecord,
-    from_plain,
-    plain,
-)
+from pdverify.report import bench_tables, tables
+from pdverify.report.bench_json import WHAT
+from pdverify.report.records_json import as_json, rounded
+from pdverify.report.tables import Draw, Plot, drawn, markdown
+from pdverify.tools.bench.records import AccuracyRecord, BenchReport, ScalingRecord
 
 RUN = "run.json"
 """The bench itself, next to the plots."""
@@ -80,10 +73,6 @@ COST, BITS = "cost", "bits"
 """How the names of plots begin."""
 
 
-class PlotsUnavailable(OSError):
-    """Matplotlib is missing."""
-
-
 def page(report: BenchReport, folder: str) -> str:
     """The page as Markdown; `folder` holds the plots."""
     machine, versions = (
@@ -92,35 +81,24 @@ def page(report: BenchReport, folder: str) -> str:
     )
     about = f"Level {report.level}, seed {report.seed}, {report.seconds:,.0f} s."
     parts = [INTRODUCTION, f"Measured on: {machine}. With: {versions}. {about}"]
-    pictures = [(name, f"![{title}]({folder}/{name})") for name, title, _ in _plots(report)]
+    pictures = [(x.name, f"![{x.title}]({folder}/{x.name})") for x in plots(report)]
     for heading, text, shown, plotted in (
-        ("What must hold", HELD, [tables.held(report)], ""),
-        ("Speed and memory", SPEED, [tables.speed(x) for x in report.speed], ""),
-        ("Accuracy", ACCURACY, tables.accuracy(report), BITS),
-        ("How cost grows", SCALING, [tables.scaling(report.scaling)], COST),
-        ("Larger than memory", STREAM, [tables.streams(report.stream)], ""),
+        ("What must hold", HELD, [bench_tables.held(report)], ""),
+        ("Speed and memory", SPEED, [bench_tables.speed(x) for x in report.speed], ""),
+        ("Accuracy", ACCURACY, bench_tables.accuracy(report), BITS),
+        ("How cost grows", SCALING, [bench_tables.scaling(report.scaling)], COST),
+        ("Larger than memory", STREAM, [bench_tables.streams(report.stream)], ""),
     ):
         if any(table.rows for table in shown):
             parts += [f"## {heading}", text]
-            parts += [_table(table, heading) for table in shown]
+            parts += [markdown(table, heading) for table in shown]
             parts += [link for name, link in pictures if plotted and name.startswith(plotted)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _table(table: tables.Table, heading: str) -> str:
-    lines = [] if table.title == heading else [f"### {table.title}", ""]
-    lines.append("| " + " | ".join(name.removesuffix(">") for name in table.columns) + " |")
-    lines.append("|" + "|".join("--:" if x.endswith(">") else "---" for x in table.columns) + "|")
-    lines += ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in table.rows]
-    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes)])
-
-
-Draw = Callable[[Any], None]
-
-
-def _plots(report: BenchReport) -> list[tuple[str, str, Draw]]:
-    """File name, title, and how to draw it, of every plot that the report has figures for."""
-    found: list[tuple[str, str, Draw]] = []
+def plots(report: BenchReport) -> list[Plot]:
+    """Every plot that the report has figures for."""
+    found: list[Plot] = []
     groups: dict[tuple[str, str], list[ScalingRecord]] = {}
     for x in report.scaling:
         if x.exponent is None:
@@ -128,18 +106,18 @@ def _plots(report: BenchReport) -> list[tuple[str, str, Draw]]:
         groups.setdefault((x.workload, x.axis), []).append(x)
     for (workload, axis), records in groups.items():
         name = f"{COST}-{workload}-{axis}"
-        found.append((f"{name}.png", f"{workload}: time over {axis}", _times(records)))
+        found.append(Plot(f"{name}.png", f"{workload}: time over {axis}", _times(records)))
         peaks = [x for x in records if x.memory]
         if peaks:
             title = f"{workload}: peak memory over {axis}"
-            found.append((f"{name}-memory.png", title, _memory(peaks)))
+            found.append(Plot(f"{name}-memory.png", title, _memory(peaks)))
     views: dict[tuple[str, str], list[AccuracyRecord]] = {}
     for y in report.accuracy:
         if y.divergence == "kl" and y.families:
             views.setdefault((y.divergence, y.view), []).append(y)
     for (divergence, view), judged in views.items():
         title = f"bits of C by family: {divergence}, {view} view"
-        found.append((f"{BITS}-{divergence}-{view}.png", title, _bits(judged)))
+        found.append(Plot(f"{BITS}-{divergence}-{view}.png", title, _bits(judged)))
     return found
 
 
@@ -180,32 +158,6 @@ def _bits(records: Iterable[AccuracyRecord]) -> Draw:
     return draw
 
 
-def plots(report: BenchReport) -> dict[str, bytes]:
-    """File name -> PNG of every plot.
-
-    Raises:
-        PlotsUnavailable: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotsUnavailable(
-            "plots need matplotlib, which is not installed; pip install 'pdverify[plots]'"
-        ) from None
-    made = {}
-    for name, title, draw in _plots(report):
-        figure = Figure(figsize=(9, 4.5), dpi=90, layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=8)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": None})
-        made[name] = out.getvalue()
-    return made
-
-
 def write_page(report: BenchReport, path: str | os.PathLike[str]) -> list[Path]:
     """Write the page, its plots and the bench itself; returns what was written.
 
@@ -214,14 +166,7 @@ def write_page(report: BenchReport, path: str | os.PathLike[str]) -> list[Path]:
     Raises:
         OSError: a folder does not exist or cannot be written, or matplotlib is missing.
     """
-    target = check_writable(path)
     # the page must not depend on digits that the JSON does not hold
-    report = from_plain(BenchReport, plain(report))
-    drawn = plots(report)
-    folder = target.with_suffix("")
-    folder.mkdir(exist_ok=True)
-    write_bench(report, folder / RUN)
-    for name, picture in drawn.items():
-        replace_file(folder / name, picture)
-    replace_file(target, page(report, folder.name).encode())
-    return [folder / RUN, *(folder / name for name in drawn), target]
+    report = rounded(report, WHAT)
+    files = {RUN: as_json(report), **drawn(plots(report))}
+    return tables.write_page(path, lambda folder: page(report, folder), files)

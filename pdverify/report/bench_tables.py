@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
+from pdverify.report.tables import MISSED, WRONG, Table
 from pdverify.report.writer import ratio
 from pdverify.tools.bench.records import (
     AccuracyRecord,
@@ -29,18 +29,6 @@ COMPARED = {
 
 FASTER = ("by-rows", "materialized")
 """Those of which a ratio says how many times faster; of the others, how many times their time."""
-
-MISSED, WRONG = "missed", "WRONG"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table under a heading: headings of columns (numeric ones end in ``>``), rows, notes."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = field(default_factory=list)
 
 
 def speed(record: SpeedRecord) -> Table:

@@ -111,7 +111,7 @@ def _fp8(bench: Workbench) -> Any:
     return bench.once("fp8", make)
 
 
-def _stepped(bench: Workbench) -> Any:
+def nearly_trained(bench: Workbench) -> Any:
     """A copy after `STALE_STEPS` AdamW steps of policy gradient on one rollout of its own."""
 
     def make() -> Any:
@@ -159,7 +159,7 @@ MISMATCHES.add(
     Mismatch(
         f"training is {STALE_STEPS} AdamW policy-gradient steps (lr {STALE_LEARNING_RATE:g}) ahead",
         _sampled_from(_base),
-        _stepped,
+        nearly_trained,
     ),
 )
 MISMATCHES.add(
@@ -192,7 +192,7 @@ MISMATCHES.add(
 )
 MISMATCHES.add(
     "stale+fp8",
-    Mismatch("fp8-weights and stale together", _sampled_from(_fp8), _stepped),
+    Mismatch("fp8-weights and stale together", _sampled_from(_fp8), nearly_trained),
 )
 MISMATCHES.add(
     "llama.cpp",

@@ -13,9 +13,11 @@ import pytest
 
 from pdverify.report.bench_console import print_bench
 from pdverify.report.bench_json import read_bench, write_bench
-from pdverify.report.bench_page import RUN, PlotsUnavailable, page, plots, write_page
+from pdverify.report.bench_page import RUN, page, plots, write_page
 from pdverify.report.bench_tables import duration, size
-from pdverify.tools.bench.records import BenchReport, FamilyBits, Interval, Memory, plain
+from pdverify.report.records_json import plain
+from pdverify.report.tables import PlotsUnavailable
+from pdverify.tools.bench.records import BenchReport, FamilyBits, Interval, Memory
 from pdverify.tools.bench.targets import targets
 from tests.bench.sample import ACCURACY, GREEN, RED, SCALING, STREAM, entry, report
 
@@ -111,7 +113,7 @@ def test_page_names_every_plot_and_table() -> None:
     pytest.importorskip("matplotlib", reason="the `plots` extra is not installed")
     bench = report(entry(), ABSENT, BASELINE)
     text = page(bench, "performance")
-    assert all(f"(performance/{name})" in text for name in plots(bench))
+    assert all(f"(performance/{plot.name})" in text for plot in plots(bench))
     for title in ("full-kl: D, C and mask", "How cost grows", "Larger than memory"):
         assert title in text
     assert "1.02 [0.95, 1.09]" in text

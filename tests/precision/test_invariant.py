@@ -13,8 +13,9 @@ from pdverify.precision import study
 from pdverify.precision.certify import Estimate
 from pdverify.precision.evaluate import Arithmetic, Evaluation
 from pdverify.precision.forms import FORMS
+from pdverify.precision.records import Options
 from pdverify.precision.stages import STAGES, source_of
-from pdverify.precision.study import Options
+from pdverify.tools import low_precision
 
 FAMILIES = ("peaked", "flat", "zipf", "near-equal", "near-one-hot", "training-tail")
 
@@ -28,9 +29,10 @@ def small(family: str, seed: int = 0) -> study.Source:
 def test_every_stage_and_format_holds(family):
     options = Options(divergences=("kl", "reverse-kl", "tv"), level="quick")
     found = study.study(small(family), options, lambda *_: None)
-    assert {row.stage for row, _ in found} == set(STAGES) - {"rollout"}
-    assert sum(count for _, count in found) > 1000
-    assert [row for row, _ in found if row.wrong] == []
+    assert {x.row.stage for x in found} == {n for n, stage in STAGES.items() if not stage.model}
+    assert sum(x.decisions for x in found) > 1000
+    assert sum(x.close for x in found) > 200
+    assert [x.row for x in found if x.row.wrong] == []
 
 
 def test_a_certificate_that_is_too_small_is_refuted(monkeypatch):
@@ -39,7 +41,7 @@ def test_a_certificate_that_is_too_small_is_refuted(monkeypatch):
 
     monkeypatch.setattr(Estimate, "bound", property(small_bound))
     found = study.study(small("peaked"), Options(stages=("softmax",)), lambda *_: None)
-    assert sum(row.wrong for row, _ in found) > 0
+    assert sum(x.row.wrong for x in found) > 0
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -69,9 +71,9 @@ def test_bits_follow_the_formats():
     source = small("flat")
     options = Options(stages=("softmax",), divergences=("kl",))
     bits = {
-        row.format: row.bits
-        for row, _ in study.study(source, options, lambda *_: None)
-        if row.partition == "full"
+        x.row.format: x.row.bits
+        for x in study.study(source, options, lambda *_: None)
+        if x.row.partition == "full"
     }
     assert bits["fp32"] > bits["fp16"] > bits["bf16"]
     assert 4 < bits["bf16"] < 12
@@ -80,9 +82,9 @@ def test_bits_follow_the_formats():
 
 def test_run_counts_what_it_judged_and_the_seed_decides():
     options = Options(inputs=("flat",), stages=("softmax",), formats=("bf16",))
-    first, again = (study.run(options, lambda *_: None) for _ in range(2))
+    first, again = (low_precision.run(options, lambda *_: None) for _ in range(2))
     assert first.wrong == 0
     assert first.decisions == again.decisions > 0
     assert first.rows == again.rows
-    other = study.run(replace(options, seed=1), lambda *_: None)
+    other = low_precision.run(replace(options, seed=1), lambda *_: None)
     assert other.rows != first.rows

@@ -19,7 +19,7 @@ from pdverify.precision.stages import (
     together,
 )
 
-CELLS = [(name, f) for name, stage in STAGES.items() for f in stage.formats if name != "rollout"]
+CELLS = [(name, f) for name, stage in STAGES.items() for f in stage.formats if not stage.model]
 
 
 def source(family: str = "peaked", seed: int = 0) -> Source:
@@ -86,9 +86,14 @@ def test_stages_combine():
 def test_a_rollout_replaces_the_behavior_policy():
     here = source()
     moved = here.behavior_logits + 0.01
-    rolled = Source(**{**vars(here), "rollouts": {"bf16": moved}})
-    found = prepare(rolled, Setting(rollout="bf16"))
+    rolled = Source(**{**vars(here), "rollouts": {("rollout", "bf16"): moved}})
+    found = prepare(rolled, Setting(rollout=("rollout", "bf16")))
     assert (found.rows.behavior_logits == moved).all()
     assert (found.radii.behavior_logits >= np.abs(moved - here.behavior_logits)).all()
-    with pytest.raises(InputError, match="fp8-row: peaked has: none"):
-        prepare(here, Setting(rollout="fp8-row"))
+    with pytest.raises(InputError, match="fp8-row: peaked has rollouts: none"):
+        prepare(here, Setting(rollout=("rollout", "fp8-row")))
+
+
+def test_two_rollouts_at_once_are_refused():
+    with pytest.raises(InputError, match="a rollout runs once: lm-head or rollout"):
+        together("lm-head+softmax+rollout", "bf16")

@@ -1,4 +1,4 @@
-"""What a bench produces: plain records, and how they are read back from JSON.
+"""What a bench produces: plain records.
 
 Times are seconds, memory is bytes.  No field is NaN or infinite: what is not known is None.
 """
@@ -6,14 +6,12 @@ Times are seconds, memory is bytes.  No field is NaN or infinite: what is not kn
 from __future__ import annotations
 
 import math
-import types
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 SCHEMA_VERSION = 1
 
 Role: TypeAlias = Literal["backend", "baseline", "ceiling", "planted"]
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -234,53 +232,3 @@ class BenchReport:
         found |= {x.contestant for x in self.accuracy if x.role == "backend" and x.wrong}
         found |= {x.contestant for x in self.scaling if x.role == "backend" and x.gate.wrong}
         return sorted(found | {x.contestant for x in self.stream if x.gate.wrong})
-
-
-def plain(x: Any) -> Any:
-    """A record in the types of JSON, numbers rounded to six significant digits.
-
-    Raises:
-        ValueError: a number that is NaN or infinite.
-    """
-    if is_dataclass(x) and not isinstance(x, type):
-        return {field.name: plain(getattr(x, field.name)) for field in fields(x)}
-    if isinstance(x, dict):
-        return {str(key): plain(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [plain(value) for value in x]
-    if isinstance(x, float):
-        if not math.isfinite(x):
-            raise ValueError(f"{x} in a record")
-        return float(f"{x:.6g}")
-    return x
-
-
-def from_plain(kind: type[Record], x: Any) -> Record:
-    """The record of class `kind` that `plain` turned into `x`.
-
-    Raises:
-        ValueError: `x` has another shape, or another schema version.
-    """
-    if kind is BenchReport and (not isinstance(x, dict) or x.get("schema_version") != 1):
-        raise ValueError(f"not a bench report of schema version {SCHEMA_VERSION}")
-    try:
-        record: Record = _read(kind, x)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a bench report: {error!r}") from error
-    return record
-
-
-def _read(kind: Any, x: Any) -> Any:
-    if is_dataclass(kind) and isinstance(kind, type):
-        hints = get_type_hints(kind)
-        return kind(
-            **{field.name: _read(hints[field.name], x[field.name]) for field in fields(kind)}
-        )
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is list:
-        return [_read(arguments[0], value) for value in x]
-    if origin is dict:
-        return {key: _read(arguments[1], value) for key, value in x.items()}
-    if origin is types.UnionType:
-        return None if x is None else _read(arguments[0], x)
-    return float(x) if kind is float else x
