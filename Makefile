@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VERIFY_ARGS ?=
 
-.PHONY: verify test frameworks gpu derive install lint clean
+.PHONY: verify test studies-quick frameworks gpu derive install lint clean
 
 verify: $(VENV)/.verify
 	$(BIN)/pdverify check $(VERIFY_ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --cov=pdverify --cov-report=term:skip-covered --cov-fail-under=90
+
+# Every study at its quick size; fails where a result contradicts what theory guarantees.
+studies-quick: $(VENV)/.test
+	$(BIN)/python -m simulations all --quick
 
 # Released frameworks, each in an environment of its own; writes docs/frameworks.md.
 frameworks: $(VENV)/.torch

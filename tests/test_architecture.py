@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"(?<![\w.:/])/(?:home|root|work|Users)\b|\bshared[/]|[.]library\b")
 """Absolute paths of somebody's machine, and folders that are not in the repository."""
 
-BINARY = {".safetensors", ".png"}
+BINARY = {".safetensors", ".png", ".parquet"}
 """Suffixes of files that are not text."""
 
 

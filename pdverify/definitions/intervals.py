@@ -36,11 +36,7 @@ def coefficient_interval(rows: Rows, cells: Cells) -> tuple[Float64, Float64]:
     row = np.broadcast_to(np.arange(len(rows))[:, None], used.shape)
     pi[row[used], cells.ids[used]] = 0.0
     cap = _cap(rows, cells)
-    ordered = np.sort(pi, axis=-1)[:, ::-1]
-    low, high = np.empty(len(rows)), np.empty(len(rows))
-    for t in range(len(rows)):
-        tail = ordered[t, : int(cells.tail_cells[t])]
-        low[t], high[t] = _rearranged(tail, float(cells.mu_tail[t]), float(cap[t]))
+    low, high = _rearranged(pi, cells.tail_cells, cells.mu_tail, cap)
     base = _formulas.kl_coefficient(cells.mu, cells.pi, cells.mu_k, cells.pi_k) - cells.collision
     return base + low, base + high
 
@@ -59,16 +55,44 @@ def _cap(rows: Rows, cells: Cells) -> Float64:
     return np.asarray(np.exp(np.minimum(widened, 0.0)))
 
 
-def _rearranged(tail: NDArray[np.float64], mass: float, cap: float) -> tuple[float, float]:
-    """Smallest and largest `sum pi mu` with `0 <= mu <= cap`, `sum mu = mass`; `tail` descends."""
-    if tail.size == 0 or mass == 0.0:
-        return 0.0, 0.0
-    cap = max(cap, mass / tail.size)
-    filled = min(int(mass / cap), tail.size)
-    left = mass - filled * cap
-    high = cap * tail[:filled].sum()
-    low = cap * tail[tail.size - filled :].sum()
-    if filled < tail.size:
-        high += left * tail[filled]
-        low += left * tail[tail.size - filled - 1]
-    return float(low), float(high)
+def _rearranged(
+    pi: Float64, count: NDArray[np.int64], mass: Float64, cap: Float64
+) -> tuple[Float64, Float64]:
+    """Smallest and largest `sum pi mu` of each row with `0 <= mu <= cap`, `sum mu = mass`, `[T]`.
+
+    `pi` is `[T, V]`, 0 outside the tail of `count` tokens.
+    """
+    held = (count > 0) & (mass > 0)
+    count = np.where(held, count, 1)
+    cap = np.where(held, np.maximum(cap, mass / count), 1.0)
+    filled = np.minimum((np.where(held, mass, 0.0) / cap).astype(np.int64), count)
+    left = np.where(held, mass, 0.0) - filled * cap
+    ascending = np.sort(pi, axis=-1)
+    low, high = (
+        _capped(ordered, start, filled, count, cap, left)
+        for ordered, start in (
+            (ascending, pi.shape[-1] - count),
+            (ascending[:, ::-1], np.zeros_like(count)),
+        )
+    )
+    return np.where(held, low, 0.0), np.where(held, high, 0.0)
+
+
+def _capped(
+    ordered: Float64,
+    start: NDArray[np.int64],
+    filled: NDArray[np.int64],
+    count: NDArray[np.int64],
+    cap: Float64,
+    left: Float64,
+) -> Float64:
+    """`cap` on the first `filled` tokens from `start` on, `left` on the next if there is one.
+
+    What lies before `start` is 0, so that its sum costs no digits.
+    """
+    sums = np.zeros((len(ordered), ordered.shape[-1] + 1))
+    np.cumsum(ordered, axis=-1, out=sums[:, 1:])
+    row = np.arange(len(ordered))
+    last = np.minimum(start + filled, ordered.shape[-1] - 1)
+    rest = np.where(filled < count, left * ordered[row, last], 0.0)
+    return np.asarray(cap * sums[row, start + filled] + rest)

@@ -86,7 +86,8 @@ def drawn(plots: Iterable[Plot]) -> dict[str, bytes]:
         plot.draw(axes)
         axes.set_title(plot.title)
         axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=8)
+        if axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside right upper", fontsize=8)
         out = io.BytesIO()
         figure.savefig(out, format="png", metadata={"Software": None})
         made[plot.name] = out.getvalue()

@@ -18,6 +18,13 @@ from tests.definitions.helpers import one_token
 UNIT = 2.0**-53
 
 
+def _ends(tail, mass, cap):
+    """Ends for one row, whose tail lies among tokens outside of it."""
+    pi = np.concatenate([np.zeros(2), tail, np.zeros(1)])[None]
+    found = _rearranged(pi, np.array([len(tail)]), np.array([mass]), np.array([cap]))
+    return tuple(float(x[0]) for x in found)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ends_are_those_of_the_linear_program(seed):
     rng = np.random.default_rng(seed)
@@ -25,7 +32,7 @@ def test_ends_are_those_of_the_linear_program(seed):
     tail = np.sort(rng.dirichlet(np.ones(size)))[::-1]
     mass = float(rng.uniform(0, 0.9))
     cap = float(rng.uniform(mass / size, 1.0))
-    ends = _rearranged(tail, mass, cap)
+    ends = _ends(tail, mass, cap)
     for sign, end in zip((1, -1), ends, strict=True):
         best = linprog(sign * tail, A_eq=np.ones((1, size)), b_eq=[mass], bounds=[(0, cap)] * size)
         # the solver stops at its own feasibility tolerance of 1e-7
@@ -33,12 +40,12 @@ def test_ends_are_those_of_the_linear_program(seed):
 
 
 def test_empty_tails_leave_nothing_open():
-    assert _rearranged(np.empty(0), 0.5, 0.1) == (0.0, 0.0)
-    assert _rearranged(np.array([0.5, 0.5]), 0.0, 0.1) == (0.0, 0.0)
+    assert _ends(np.empty(0), 0.5, 0.1) == (0.0, 0.0)
+    assert _ends(np.array([0.5, 0.5]), 0.0, 0.1) == (0.0, 0.0)
 
 
 def test_a_cap_below_the_mean_is_raised_to_fit():
-    low, high = _rearranged(np.array([0.75, 0.25]), 0.5, 0.1)
+    low, high = _ends(np.array([0.75, 0.25]), 0.5, 0.1)
     assert low == high == 0.25 * (0.75 + 0.25)
 
 
