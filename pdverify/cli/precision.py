@@ -39,7 +39,11 @@ def add_to(commands: Any) -> None:
     precision.add_argument("--html", metavar="FILE", help="also write a self-contained HTML file")
     precision.add_argument("--page", metavar="FILE.md", help="also write a page with plots")
     precision.add_argument(
-        "--from", dest="source", metavar="FILE", help="take the figures from FILE; measure nothing"
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar="FILE",
+        help="take the figures from FILE (runs on different inputs: as one); measure nothing",
     )
     precision.set_defaults(run=_run)
 
@@ -52,7 +56,7 @@ def _vocabulary(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdverify.precision.records import Report
+    from pdverify.precision.records import Report, merged
     from pdverify.report.json_report import check_writable
     from pdverify.report.precision_console import print_precision
     from pdverify.report.precision_page import WHAT, write_html, write_page
@@ -63,7 +67,13 @@ def _run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html, args.page):
         if path is not None:
             check_writable(path)
-    report = _measure(args) if args.source is None else read_record(Report, args.source, WHAT)
+    if args.source is None:
+        report = _measure(args)
+    else:
+        try:
+            report = merged([read_record(Report, path, WHAT) for path in args.source])
+        except ValueError as error:
+            raise UsageError(f"--from: {error}") from error
     try:
         if args.json is not None:
             write_record(report, args.json)

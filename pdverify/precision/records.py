@@ -8,7 +8,8 @@ infinite.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 MARGINS = tuple(2.0 ** (i / 2) for i in range(-20, 1))
 """Lower ends of the bins of `Row.by_margin`; the first bin takes all that is below it."""
@@ -213,3 +214,48 @@ class Report:
     seconds: float
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """Runs on different inputs as one; forms of C are those of the first run that has any.
+
+    Raises:
+        ValueError: none, an input in two of them, or runs of different levels, seeds or versions.
+    """
+    if not reports:
+        raise ValueError("no runs to merge")
+    first = reports[0]
+    seen: set[tuple[str, int]] = set()
+    for report in reports:
+        for name in ("level", "seed", "versions"):
+            if getattr(report, name) != getattr(first, name):
+                raise ValueError(
+                    f"runs of different {name}: {getattr(first, name)} and {getattr(report, name)}"
+                )
+        inputs = {(row.input, row.vocab_size) for row in report.rows}
+        if seen & inputs:
+            raise ValueError(f"input {min(seen & inputs)[0]} is in two runs")
+        seen |= inputs
+    if len(reports) == 1:
+        return first
+    sizes = sorted({int(size) for report in reports for size in report.by_vocab})
+    rollouts = tuple(row for report in reports for row in report.rollouts)
+    notes = dict.fromkeys(note for report in reports for note in report.notes)
+    if rollouts:  # a run without the model says that these are missing
+        notes = dict.fromkeys(note for note in notes if "only with input real" not in note)
+    return replace(
+        first,
+        rows=tuple(row for report in reports for row in report.rows),
+        forms=next((report.forms for report in reports if report.forms), ()),
+        rollouts=rollouts,
+        decisions=sum(report.decisions for report in reports),
+        close=sum(report.close for report in reports),
+        by_vocab={
+            str(size): sum(report.by_vocab.get(str(size), 0) for report in reports)
+            for size in sizes
+        },
+        wrong=sum(report.wrong for report in reports),
+        command=" && ".join(report.command for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        notes=tuple(notes),
+    )

@@ -12,7 +12,7 @@ import pytest
 
 from pdverify import cli
 from pdverify.precision.certify import Estimate
-from pdverify.precision.records import Options, Report
+from pdverify.precision.records import Options, Report, merged
 from pdverify.precision.statistics import rate_of
 from pdverify.report import precision_tables
 from pdverify.report.precision_console import print_precision
@@ -186,6 +186,10 @@ def test_committed_page_is_that_of_its_run() -> None:
     assert (ROOT / "docs" / "precision.md").read_text() == page(report, "precision")
     assert report.wrong == 0
     assert report.close >= report.decisions / 5
+    assert report.decisions >= 10_000_000
+    assert report.by_vocab["32768"] >= 100_000
+    assert report.by_vocab["151936"] >= 2_000
+    assert report.rollouts
 
 
 def test_committed_figures_come_out_again() -> None:
@@ -211,3 +215,41 @@ def test_committed_figures_come_out_again() -> None:
             assert old.low <= new.count / new.total <= old.high, (row.stage, row.format, name)
         assert same.bits_low is not None
         assert same.bits_low - 0.01 <= row.bits <= same.bits_high + 0.01
+
+
+def test_runs_on_different_inputs_are_one(study: Report) -> None:
+    other = replace(
+        study,
+        rows=tuple(replace(row, input="flat", vocab_size=99) for row in study.rows),
+        by_vocab={"99": 7, "64": 1},
+        decisions=8,
+        close=2,
+        wrong=1,
+        command="pdverify precision --input flat",
+        notes=(),
+    )
+    both = merged([study, other])
+    assert both.rows == study.rows + other.rows
+    assert both.forms == study.forms
+    assert both.decisions == study.decisions + 8
+    assert both.by_vocab == {"64": study.by_vocab["64"] + 1, "99": 7}
+    assert both.wrong == study.wrong + 1
+    assert both.command == f"{study.command} && {other.command}"
+    assert merged([study]) is study
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({}, "is in two runs"), ({"level": "full"}, "different level")]
+)
+def test_runs_that_do_not_belong_together_are_refused(
+    study: Report,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, str],
+    message: str,
+) -> None:
+    write_record(study, tmp_path / "a.json")
+    write_record(replace(study, **change), tmp_path / "b.json")
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert cli.main(["precision", "--from", *files]) == 2
+    assert message in capsys.readouterr().err
