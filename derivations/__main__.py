@@ -10,6 +10,7 @@ from pathlib import Path
 from derivations import (  # noqa: F401  (importing a module registers its statements)
     coarse,
     coefficients,
+    coupled,
     limits,
     motion,
     noise,

@@ -13,6 +13,7 @@ GROUPS = {
     "coefficient": "Coefficients: how a divergence changes",
     "binary": "Binary divergences",
     "second-order": "Second order",
+    "coupled": "Shared parameters",
     "coarse": "Top-K views",
     "stable": "Stable forms",
     "limits": "Limits",

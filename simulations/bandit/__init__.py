@@ -15,8 +15,11 @@ policy `pi` takes masked policy-gradient steps on them::
 from simulations.bandit.behavior import Behavior as Behavior
 from simulations.bandit.behavior import rounded as rounded
 from simulations.bandit.behavior import straight_through as straight_through
+from simulations.bandit.coupled import COUPLED as COUPLED
+from simulations.bandit.coupled import Coupled as Coupled
 from simulations.bandit.learning import History as History
 from simulations.bandit.learning import Setting as Setting
+from simulations.bandit.learning import Update as Update
 from simulations.bandit.learning import masked_gradient_step as masked_gradient_step
 from simulations.bandit.learning import train as train
 from simulations.bandit.optimizers import OPTIMIZERS as OPTIMIZERS

@@ -19,8 +19,28 @@ from simulations.bandit.rewards import ADVANTAGES, REWARDS, draw_rewards
 from simulations.bandit.rollout import Rollout, divergence, keep, rollout, sample
 from simulations.bandit.streams import Streams
 
-Decide: TypeAlias = Callable[[Rollout, Tensor], Tensor]
-"""`(rollout, training logits) -> keep`, bool `[S, B]`."""
+
+@dataclass(frozen=True)
+class Update:
+    """What a mask may look at: an optimizer update that is about to be made.
+
+    Attributes:
+        policy: the policy.
+        params: its parameters as the trainer's forward pass takes them, detached.
+        rows: the tokens of the update.
+        logits: training logits there, `[S, B, V]`, detached.
+        optimizer: what will make the update; its learning rate and moments, not to be changed.
+    """
+
+    policy: Policy
+    params: Params
+    rows: Rollout
+    logits: Tensor
+    optimizer: torch.optim.Optimizer
+
+
+Decide: TypeAlias = Callable[[Update], Tensor]
+"""What to keep of an update, bool `[S, B]`."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +130,11 @@ def masked_gradient_step(
     importance ratios, `[S, B]`.
     """
     optimizer.zero_grad()
-    logits = policy.logits(straight_through(params, trainer), rows.contexts)
+    given = straight_through(params, trainer)
+    logits = policy.logits(given, rows.contexts)
     log_pi_k = torch.log_softmax(logits, -1).gather(-1, rows.tokens[..., None])[..., 0]
-    kept = decide(rows, logits.detach())
+    seen = {name: p.detach() for name, p in given.items()}
+    kept = decide(Update(policy, seen, rows, logits.detach(), optimizer))
     ratio = (log_pi_k.detach() - rows.log_mu_k).exp()
     weight = torch.where(kept, rows.advantages * ratio.clamp_max(ratio_cap), 0.0)
     # summed over seeds: each has its own parameters, hence its own gradient
@@ -124,8 +146,8 @@ def masked_gradient_step(
 def masked_by(rule: Rule) -> Decide:
     """A mask of the registry as a decision."""
 
-    def decide(rows: Rollout, logits: Tensor) -> Tensor:
-        return keep(rows, logits, rule)
+    def decide(update: Update) -> Tensor:
+        return keep(update.rows, update.logits, rule)
 
     return decide
 

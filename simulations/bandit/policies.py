@@ -1,6 +1,7 @@
 """Softmax policies: free logits, linear in shared features, or a small network.
 
-Parameters are a dict of float64 tensors `[S, ...]`; a policy is a pure function of them.
+Parameters are a dict of float64 tensors `[S, ...]`, the last layer's last; a policy is a pure
+function of them.
 """
 
 from __future__ import annotations

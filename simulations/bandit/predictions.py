@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdverify.backends import torch_eager
+from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.registry import Registry
 from pdverify.rules import Partition, Tail
 from simulations.bandit.policies import Params, Policy
@@ -75,23 +76,30 @@ class Prediction:
 PREDICTIONS: Registry[Prediction] = Registry("prediction")
 
 
-def kl_slope(rows: Rollout, logits: Tensor, partition: Partition = "full") -> Tensor:
-    """Gradient of the forward KL at the training logits, `[S, B, V]`.
+def slope(rows: Rollout, logits: Tensor, name: str = "kl", partition: Partition = "full") -> Tensor:
+    """Gradient of a divergence at the training logits, `[S, B, V]`, nats.
 
-    `pi - mu` in the full view; in the top-K view mu outside the retained support is spread over
-    the tail as pi is: `mu_T pi_j / pi_T`.
+    `h_j - pi_j sum h` with the moments `h = pi g` of the divergence; for the forward KL that is
+    `pi - mu`.  In the top-K view the tail is one cell, whose moment its tokens share as they share
+    its mass.
+
+    Raises:
+        UnknownName: no divergence of that name.
     """
-    pi, mu = torch.softmax(logits, -1), rows.log_mu.exp()
+    moment, pi, mu = DIVERGENCES[name].moment, torch.softmax(logits, -1), rows.log_mu.exp()
     if partition == "full":
-        return pi - mu
-    retained = torch.zeros_like(mu).scatter_(-1, rows.topk_ids, 1.0)
-    retained = retained.scatter_(-1, rows.tokens[..., None], 1.0).bool()
-    # listed tokens of probability zero belong to the tail, except the sampled one
-    retained &= (mu > 0) | torch.zeros_like(retained).scatter_(-1, rows.tokens[..., None], True)
-    mu_tail = mu.masked_fill(retained, 0.0).sum(-1, keepdim=True)
-    tail = pi.masked_fill(retained, 0.0)
-    share = mu_tail / tail.sum(-1, keepdim=True).clamp_min(1e-300)
-    return pi - torch.where(retained, mu, tail * share)
+        h = moment(mu, pi, xp=torch)
+    else:
+        sampled = torch.zeros_like(mu).scatter_(-1, rows.tokens[..., None], 1.0).bool()
+        retained = torch.zeros_like(mu).scatter_(-1, rows.topk_ids, 1.0).bool()
+        # listed tokens of probability zero belong to the tail, except the sampled one
+        retained = (retained & (mu > 0)) | sampled
+        mu_tail, tail = mu.masked_fill(retained, 0.0).sum(-1, True), pi.masked_fill(retained, 0.0)
+        pi_tail = tail.sum(-1, True)
+        share = moment(mu_tail, pi_tail, xp=torch) / pi_tail.clamp_min(1e-300)
+        h = torch.where(retained, moment(mu, pi, xp=torch), tail * share)
+    found: Tensor = h - pi * h.sum(-1, keepdim=True)
+    return found
 
 
 def coefficient(step: Step, partition: Partition, tail: Tail | None) -> Tensor:
@@ -137,9 +145,9 @@ def gram(step: Step) -> Tensor:
     Exact to first order for a linear policy, and for free logits, under plain gradient descent.
     """
     rows, logits = step.rows, step.logits(step.before)
-    slope, pi = kl_slope(rows, logits), torch.softmax(logits, -1)
-    columns = rows.tokens[:, None, :].expand(-1, slope.shape[1], -1)
-    brackets = slope.gather(-1, columns) - slope @ pi.mT
+    away, pi = slope(rows, logits), torch.softmax(logits, -1)
+    columns = rows.tokens[:, None, :].expand(-1, away.shape[1], -1)
+    brackets = away.gather(-1, columns) - away @ pi.mT
     kernel = step.policy.kernel(step.before, rows.contexts)
     return (kernel * brackets * step.weights[:, None, :]).sum(-1)
 
@@ -154,7 +162,7 @@ def pushed(step: Step, partition: Partition = "full") -> Tensor:
         lambda params: step.policy.logits(params, step.rows.contexts), step.before, change
     )
     logits = step.logits(step.before)
-    return (kl_slope(step.rows, logits, partition) * moved).sum(-1)
+    return (slope(step.rows, logits, partition=partition) * moved).sum(-1)
 
 
 def forward(function: Callable[[Params], Tensor], params: Params, direction: Params) -> Tensor:

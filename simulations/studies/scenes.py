@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from simulations import bandit
 from simulations.bandit import Behavior, Params, Policy, Rollout, Setting, Step, Streams
-from simulations.bandit.learning import Decide, draw_rollout
+from simulations.bandit.learning import Decide, Update, draw_rollout
 from simulations.bandit.predictions import forward
 from simulations.bandit.rewards import REWARDS
 
@@ -35,7 +37,8 @@ MISMATCHES = ("noise", "stale", "bf16", "fp8-row", "fp8-group", "tempered", "top
 class Scene:
     """Before the step: what a mask sees.
 
-    `pi` (`params` of `policy`) is about to be updated on `rows`, which `mu` sampled.
+    `pi` (`params` of `policy`) is about to be updated on `rows`, which `mu` sampled.  `moments` are
+    those of the Adam updates that made a stale policy, or empty.
     """
 
     policy: Policy
@@ -43,20 +46,33 @@ class Scene:
     rows: Rollout
     optimizer: str
     rate: float
+    moments: dict[str, Any] = field(default_factory=dict)
 
-    def step(self, decide: Decide | None = None) -> Step:
-        """One update under a mask; None: under none."""
+    def update(self, *, resumed: bool = False) -> Update:
+        """The update that is about to be made, by a fresh optimizer or with the `moments`."""
         params = {name: p.clone().requires_grad_() for name, p in self.params.items()}
         optimizer = bandit.OPTIMIZERS[self.optimizer](params, self.rate)
+        if resumed and self.optimizer == "adam" and self.moments:
+            optimizer.load_state_dict(copy.deepcopy(self.moments))
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate
+        with torch.no_grad():
+            logits = self.policy.logits(self.params, self.rows.contexts)
+        return Update(self.policy, self.params, self.rows, logits, optimizer)
+
+    def step(self, decide: Decide | None = None, *, resumed: bool = False) -> Step:
+        """One update under a mask; None: under none.  `resumed`: as in `update`."""
+        optimizer = self.update(resumed=resumed).optimizer
+        params = dict(zip(self.params, optimizer.param_groups[0]["params"], strict=True))
         bandit.masked_gradient_step(self.policy, params, self.rows, decide or everything, optimizer)
         after = {name: p.detach() for name, p in params.items()}
         count = self.rows.tokens.shape[-1]
         return Step(self.policy, self.params, after, self.rows, self.rate / count)
 
 
-def everything(rows: Rollout, logits: torch.Tensor) -> torch.Tensor:
+def everything(update: Update) -> torch.Tensor:
     """The decision of no mask."""
-    return torch.ones_like(rows.tokens, dtype=torch.bool)
+    return torch.ones_like(update.rows.tokens, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -123,8 +139,9 @@ def scene(plan: Plan, seeds: range, label: str = "scene") -> Scene:
         spread=setting.spread,
     )
     table = REWARDS[setting.reward](streams, setting.contexts, setting.vocab_size)
+    moments: dict[str, Any] = {}
     if plan.mismatch == "stale":
-        params = _trained(setting, streams, policy, behavior, table, int(plan.distance))
+        params, moments = _trained(setting, streams, policy, behavior, table, int(plan.distance))
     else:
         params = _perturbed(streams, policy, behavior, plan.distance)
     sampler = behavior if plan.mismatch in ("noise", "stale") else params
@@ -133,7 +150,7 @@ def scene(plan: Plan, seeds: range, label: str = "scene") -> Scene:
     else:
         rows = _one_in_each(setting, streams, policy, sampler, table)
     rate = plan.reach if plan.optimizer == "adam" else plan.reach * plan.batch
-    return Scene(policy, params, rows, plan.optimizer, rate)
+    return Scene(policy, params, rows, plan.optimizer, rate, moments)
 
 
 def _one_in_each(
@@ -170,8 +187,8 @@ def _trained(
     params: Params,
     table: torch.Tensor,
     updates: int,
-) -> Params:
-    """Parameters after updates on fresh on-policy rollouts."""
+) -> tuple[Params, dict[str, Any]]:
+    """Parameters after Adam updates on fresh on-policy rollouts, and the state of the optimizer."""
     params = {name: p.clone().requires_grad_() for name, p in params.items()}
     optimizer = bandit.OPTIMIZERS["adam"](params, setting.rate)
     plain = replace(setting, behavior=Behavior())
@@ -179,4 +196,4 @@ def _trained(
         current = {name: p.detach() for name, p in params.items()}
         rows = draw_rollout(plain, streams, policy, current, table, update)
         bandit.masked_gradient_step(policy, params, rows, everything, optimizer)
-    return {name: p.detach() for name, p in params.items()}
+    return {name: p.detach() for name, p in params.items()}, optimizer.state_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pdverify.report.tables import Plot, Table
-from simulations.bandit import PREDICTIONS, Rollout, divergence
+from simulations.bandit import PREDICTIONS, divergence
+from simulations.bandit.learning import Decide
 from simulations.bandit.predictions import Step
 from simulations.statistics import Estimate, holm, paired, share
 from simulations.studies.scenes import SHARING, Plan, scene
@@ -102,8 +102,8 @@ def _change(step: Step, before: Tensor) -> Tensor:
     return divergence(step.rows, step.logits(step.after)) - before
 
 
-def _deciding(kept: Tensor) -> Callable[[Rollout, Tensor], Tensor]:
-    return lambda rows, logits: kept
+def _deciding(kept: Tensor) -> Decide:
+    return lambda update: kept
 
 
 def _rate(part: Frame, top: str, bottom: str) -> Estimate:

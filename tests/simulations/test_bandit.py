@@ -13,13 +13,14 @@ import torch
 from scipy.stats import chisquare
 
 from pdverify.backends import torch_eager
+from pdverify.definitions.divergences import DIVERGENCES
 from pdverify.definitions.masks import MASKS, TAILS
 from pdverify.formats import FORMATS, SCALED
 from pdverify.registry import UnknownName
 from simulations import bandit
 from simulations.bandit import Behavior, Setting, Streams
 from simulations.bandit.learning import MULTIPLES, draw_rollout, masked_by
-from simulations.bandit.predictions import coefficient, kl_slope, pushed
+from simulations.bandit.predictions import coefficient, pushed, slope
 from simulations.studies.scenes import MISMATCHES, SHARING, Plan, everything, scene
 
 UNIT = 2.0**-53
@@ -236,17 +237,18 @@ def test_jvp_is_the_derivative_along_the_update(sharing, optimizer):
 
 
 @pytest.mark.parametrize("view", ["full", "topk"])
-def test_slope_of_the_divergence(view):
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_slope_of_the_divergence(name, view):
     step = scene(Plan(batch=8, vocab_size=20, top_k=4), range(2), "slope").step()
     logits = step.logits(step.before)
-    slope = kl_slope(step.rows, logits, view)
+    away = slope(step.rows, logits, name, view)
     for j in range(20):
         moved = torch.zeros_like(logits)
         moved[..., j] = 1e-5
         up, down = (
-            bandit.divergence(step.rows, logits + sign * moved, "kl", view) for sign in (1, -1)
+            bandit.divergence(step.rows, logits + sign * moved, name, view) for sign in (1, -1)
         )
-        torch.testing.assert_close(slope[..., j], (up - down) / 2e-5, rtol=0, atol=1e-9)
+        torch.testing.assert_close(away[..., j], (up - down) / 2e-5, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("sharing", ["free", "table", "linear-16"])
@@ -310,7 +312,7 @@ def test_training_learns_and_records():
 
 def test_a_mask_that_drops_everything_leaves_the_policy_alone():
     history = bandit.train(
-        SMALL, lambda rows, logits: torch.zeros_like(rows.tokens, dtype=torch.bool), range(2)
+        SMALL, lambda update: torch.zeros_like(update.rows.tokens, dtype=torch.bool), range(2)
     )
     assert (history.dropped == 1).all()
     assert torch.equal(history.reward[:, 0], history.reward[:, -1])
@@ -325,9 +327,9 @@ def test_unknown_names_are_refused(kind):
 def test_the_stale_policy_is_that_many_updates_behind():
     seen = []
 
-    def watch(rows, logits):
-        seen.append((rows.log_mu, torch.log_softmax(logits, -1)))
-        return everything(rows, logits)
+    def watch(update):
+        seen.append((update.rows.log_mu, torch.log_softmax(update.logits, -1)))
+        return everything(update)
 
     setting = replace(SMALL, policy="tabular", contexts=1, prompts=1, minibatches=1, epochs=1)
     for staleness in (0, 2):
